@@ -95,11 +95,11 @@ struct Shape {
   int32_t size;
 
   static PO_FN Shape of(int64_t rows, int64_t vectors, int64_t columns, int32_t rank, int32_t size) {
-    return {static_cast<uint64_t>(rows | (vectors - 1) << 17 | columns << 21), rank, size};
+    return {static_cast<uint64_t>(rows | (vectors - 1) << 17 | columns << 34), rank, size};
   }
   PO_FN int num_rows() const { return static_cast<int>(packed & 0x1ffff); }
   PO_FN int num_vectors() const { return static_cast<int>(packed >> 17 & 0xf) + 1; }
-  PO_FN int num_columns() const { return static_cast<int>(packed >> 21); }
+  PO_FN int num_columns() const { return static_cast<int>(packed >> 34); }
 };
 PO_DESCRIBE(Shape, packed, rank, size)
 PO_QUERY(packed_shape, (int64_t rows, int64_t vectors, int64_t columns), Shape::of(rows, vectors, columns, 0, 1).packed)
