@@ -310,7 +310,7 @@ class _Slot:
 
     def can_await_readers(self, *, is_captured: bool) -> bool:
         """Return whether the current stream can wait for them: it and they are outside of CUDA graphs' captures."""
-        return not self.readers or not (is_captured or any(capture_of(each.cuda_stream) for each in self.readers))
+        return not (is_captured or any(capture_of(each.cuda_stream) for each in self.readers))
 
 
 @contextlib.contextmanager
@@ -343,7 +343,9 @@ class OutputPool:
             is_captured: a CUDA graph will write this buffer at every replay, so it is never handed out again.
         """
         for slot in self._slots.get(nbytes, ()):
-            if slot.stream == stream and slot.is_idle() and slot.can_await_readers(is_captured=is_captured):
+            if slot.stream != stream or not slot.is_idle():
+                continue
+            if not slot.readers or slot.can_await_readers(is_captured=is_captured):
                 if not slot.is_in(self._backend):
                     self._drop(slot)
                     return self.take(nbytes, stream, is_captured=is_captured)

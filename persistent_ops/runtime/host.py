@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import json
 import mmap
 import os
@@ -52,10 +53,7 @@ class _HostKernel:
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:
         sink = 0 if self._sink is None else ctypes.addressof(self._sink)
-
-        def run() -> bool:
-            return bool(self._function(plan, ctypes.addressof(call), grid, self._wg_size, sink))
-
+        run = functools.partial(self._function, plan, ctypes.addressof(call), grid, self._wg_size, sink)
         if not (run() if self._waits is None else self._waits.call(run)):
             raise PersistentOpsError(
                 f"a launch on the host has not begun: {_NO_THREADS}, and it takes {grid * self._wg_size}. Peers wait "

@@ -60,8 +60,9 @@ class Plans(dict[Hashable, _P]):
 
         None also where a part of the key, an argument of a wrong type, has no hash: the checks of a new plan name it.
         """
+        tracer = self._site.tracer
         try:
-            plan = self.get(self._kept_under(key))
+            plan = self.get(key if tracer is None else Traced(tracer, key))
         except TypeError:
             return None
         if plan is not None and self._workspace.is_capturing():
@@ -94,11 +95,8 @@ class Plans(dict[Hashable, _P]):
             )
 
     def __setitem__(self, key: Hashable, plan: _P) -> None:
-        super().__setitem__(self._kept_under(key), plan)
-
-    def _kept_under(self, key: Hashable) -> Hashable:
         tracer = self._site.tracer
-        return key if tracer is None else Traced(tracer, key)
+        super().__setitem__(key if tracer is None else Traced(tracer, key), plan)
 
     def drop(self, is_dropped: Callable[[Any], bool]) -> None:
         """Forget the plans of some keys."""

@@ -49,6 +49,9 @@ class TorchOperator:
         result_in_heap: whether the result lies in the symmetric heap. CUDA graphs of torch.compile take only results
             from a pool of their own, so there a copy is returned.
         layout: of its tensors.
+
+    Attributes:
+        is_plain: whether a call may go to `run` at once: `PlainCalls.has`.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class TorchOperator:
         self._check = check
         self._fake = fake
         self._complete = complete
-        self._plain_calls = PlainCalls(layout)
+        self.is_plain: Callable[..., bool | None] = PlainCalls(layout).has
         self._has_results = results != "()"
         derivative = _Derivative(
             no_gradient or f"{name} is forward only: it has no derivative", setup_context, backward
@@ -102,10 +105,6 @@ class TorchOperator:
             run, fake = _without_result(run), fake and _without_result(fake)
             self._tensors = _define(self._writing_name, signature, run, fake, _Derivative(self._no_gradient), layout)
 
-    def is_plain(self, required: tuple[Any, ...], optional: tuple[Any, ...] = ()) -> bool:
-        """Return whether a call may go to `run` at once, if none of the tables that it has requires a gradient."""
-        return bool(self._plain_calls.has(required, optional))
-
     def __call__(
         self,
         arguments: tuple[Any, ...],
@@ -126,7 +125,7 @@ class TorchOperator:
             if self._is_collective:
                 order = {"order": order_of(required[0])}
         else:
-            is_plain = self._plain_calls.has(required, optional, tables)
+            is_plain = self.is_plain(required, optional, tables)
             if is_plain:
                 return self._run(*arguments, **outputs)
             if is_plain is not None:

@@ -368,7 +368,7 @@ class Workspace:
 def _capture_test(backend: Backend, main: Workspace | None) -> Callable[[], bool]:
     if main is not None:
         return lambda: main.is_capturing()
-    return torch.cuda.is_current_stream_capturing if backend.name == "cuda" else lambda: False
+    return torch.cuda.is_current_stream_capturing if backend.name == "cuda" else bool  # which says False, from C
 
 
 def _admit_all(workspace: Workspace, kernel: Kernel, grid: int) -> None:

@@ -11,11 +11,11 @@ pytestmark = pytest.mark.host
 
 # Of each walk: calls and files at most.
 LIMITS = {
-    "all_reduce": (21, 11),
-    "gemv_all_reduce": (18, 12),
-    "sparse_all_reduce": (60, 13),
-    "embedding_all_to_all": (34, 14),
-    "collection": (200, 25),
+    "all_reduce": (18, 11),
+    "gemv_all_reduce": (15, 12),
+    "sparse_all_reduce": (55, 13),
+    "embedding_all_to_all": (22, 13),
+    "collection": (157, 25),
 }
 
 

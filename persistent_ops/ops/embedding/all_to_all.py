@@ -174,7 +174,7 @@ def _recorded(
     else:
         arrived, given = None, (indices, offsets, per_sample_weights)
         named = {"indices": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
-        is_direct = is_direct and _operator.is_plain((indices, offsets), (per_sample_weights,))
+        is_direct = is_direct and bool(_operator.is_plain((indices, offsets), (per_sample_weights,)))
     if not is_direct:
         require_plain_list("weights", weights)
         require_plain({name: each for name, each in named.items() if each is not None}, may_be_fake=True)

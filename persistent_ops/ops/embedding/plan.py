@@ -372,8 +372,13 @@ class EmbeddingPlan(Plan):
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> None:
         """Raise for what may change from call to call under one signature."""
-        self._check_is_list("indices", indices)
-        self._check_is_list("offsets", offsets)
+        for name, tensor in (("indices", indices), ("offsets", offsets)):
+            if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != self._device:
+                how = "" if tensor.is_contiguous() else " and not contiguous"
+                raise ValueError(
+                    f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D{how} on "
+                    f"{tensor.device}"
+                )
         if per_sample_weights is None:
             return
         if per_sample_weights.dtype != torch.float32 or per_sample_weights.device != self._device:
@@ -385,14 +390,6 @@ class EmbeddingPlan(Plan):
             raise ValueError(
                 f"per_sample_weights: expected a contiguous tensor of the shape of indices, {list(indices.shape)}, got "
                 f"{list(per_sample_weights.shape)}"
-            )
-
-    def _check_is_list(self, name: str, tensor: torch.Tensor) -> None:
-        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != self._device:
-            how = "" if tensor.is_contiguous() else " and not contiguous"
-            raise ValueError(
-                f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D{how} on "
-                f"{tensor.device}"
             )
 
     def check_output(
@@ -427,15 +424,12 @@ class EmbeddingPlan(Plan):
         if per_sample_weights is not None:  # as in all calls of this plan
             call.weights = per_sample_weights.data_ptr()
         call.output_offset = output_offset
-        self._launch(world, call)
+        world.workspace.launch(self._kernel, self._grid, self._address, call, is_counted=self._is_collective)
 
     def launch_from(self, world: World, sources: torch.Tensor, output_offset: int) -> None:
         """The same for lookups where an input exchange has left them; `sources`: of `Lookups`."""
         call = self._new_call()
         call.sources, call.output_offset = sources.data_ptr(), output_offset
-        self._launch(world, call)
-
-    def _launch(self, world: World, call: Any) -> None:
         world.workspace.launch(self._kernel, self._grid, self._address, call, is_counted=self._is_collective)
 
 

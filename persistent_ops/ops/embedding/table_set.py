@@ -31,17 +31,18 @@ class TableSet:
     Attributes:
         dim_per_rank: what the PEs have agreed on for it; None before.
         calls: what the keys of plans have of a call, by what it was like.
+        handles: of the tables' storages, for `storage_has_expired`.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.dim_per_rank: tuple[int, ...] | None = None
         self.calls: dict[Hashable, tuple[Any, ...]] = {}
         self._storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
-        self._handles = [storage.cdata for storage in self._storages]
+        self.handles = [storage.cdata for storage in self._storages]
 
     def is_alive(self) -> bool:
         """Return whether no table has been freed."""
-        return not any(map(storage_has_expired, self._handles))
+        return not any(map(storage_has_expired, self.handles))
 
     def keep_call(self, call: Hashable, of_key: tuple[Any, ...]) -> tuple[Any, ...]:
         """Keep and return what keys have of calls like this one."""
@@ -71,16 +72,13 @@ class _Sighting:
     requires_grad: bool
     references: list[weakref.ref[torch.Tensor]]
 
-    def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether the tensor objects are still what they were, in what matters."""
-        return self._is_there(weights) and self.geometry == _geometry(weights)
-
-    def is_unchanged(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Return whether they are, in all that `guards` compares."""
-        return self.guards is not None and self._is_there(weights) and self.guards.check(*weights)
-
-    def _is_there(self, weights: Sequence[torch.Tensor]) -> bool:
-        return self.addresses == list(map(_address_of, weights)) and self.tables.is_alive()
+    def is_of(self, weights: Sequence[torch.Tensor], *, may_differ: bool = False) -> bool:
+        """Return whether the tensor objects are still what they were; `may_differ`: in what does not matter."""
+        if self.addresses != list(map(_address_of, weights)) or any(map(storage_has_expired, self.tables.handles)):
+            return False
+        if may_differ:
+            return self.geometry == _geometry(weights)
+        return self.guards is not None and bool(self.guards.check(*weights))
 
 
 def _geometry(weights: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
@@ -123,9 +121,7 @@ class TableSets:
         sighting = self._sightings.get(tuple(map(id, weights)))
         if sighting is None or (sighting.requires_grad and torch.is_grad_enabled()):
             return None
-        if not sighting.is_unchanged(weights):
-            return None
-        return sighting.tables
+        return sighting.tables if sighting.is_of(weights) else None
 
     def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
         """Return the set that these tables are, a new one where they have not been seen; raise for what are none."""
@@ -133,9 +129,9 @@ class TableSets:
             require_plain_list("weights", weights)  # raises
         identity = tuple(map(id, weights))
         sighting = self._sightings.get(identity)
-        if sighting is not None and sighting.is_unchanged(weights):
-            return sighting.tables
         if sighting is not None and sighting.is_of(weights):
+            return sighting.tables
+        if sighting is not None and sighting.is_of(weights, may_differ=True):
             if sighting.guards is not None:
                 requires_grad = any(weight.requires_grad for weight in weights)
                 sighting = replace(sighting, guards=_guards(weights), requires_grad=requires_grad)
