@@ -164,9 +164,8 @@ def _recorded(
     optimizer: EmbeddingOptimizer | None,
 ) -> torch.Tensor:
     """Make a call that has a backward pass."""
-    world = _world.for_call()
     if optimizer is not None and not torch.compiler.is_compiling():
-        optimizer.refuse_half_updated(world)
+        optimizer.refuse_half_updated(_world.current())
     is_direct = _may_record() and not is_watched()
     given: tuple[Any, ...] = ()
     if isinstance(indices, Lookups):
@@ -180,6 +179,7 @@ def _recorded(
         require_plain({name: each for name, each in named.items() if each is not None}, may_be_fake=True)
     if out is not None:
         raise NotImplementedError("out: cannot be given where gradients are recorded")
+    world = _world.for_call()
     kind = LookupKind.of_batch(*given) if arrived is None else _kind_of_arrived(weights, arrived)
     key = _key(world, world.team, weights, kind, *choices)
     # The backward pass reads what it was called with, also where the caller's lists are filled anew meanwhile.
