@@ -87,15 +87,16 @@ class TorchOperator:
         self._no_gradient = f"Let {name} return its results" if backward else derivative.refusal
         self._writing_name = f"{name}_out" if self._has_results else name
         by_name = [ORDER] if is_collective else []
+        self._results = None if counts is None else _Results(results, counts)
+        if self._results is not None:
+            run, fake, derivative = self._results.flattened(run, fake, derivative)
         if is_collective:
             run, fake = _without_order(run, copies=result_in_heap), fake and _ordered(name, fake)
-        self._results = None if counts is None else _Results(results, counts)
         if self._has_results:
             signature = f"({', '.join([arguments, '*', *by_name] if by_name else [arguments])}) -> "
             overloads = {name: results}
             if self._results is not None:
                 overloads = {f"{name}.{each}": flat for each, flat in _OVERLOADS.items()}
-                run, fake, derivative = self._results.flattened(run, fake, derivative)
             for overload, returned in overloads.items():
                 self._tensors = _define(overload, signature + returned, run, fake, derivative, layout)
         if outputs:
@@ -271,12 +272,12 @@ def _define(
 
 
 def _without_order(run: _Run, *, copies: bool) -> _Run:
-    """Return a kernel without the argument that orders calls; `copies`: whether the result lies in the heap."""
+    """Return a kernel without the argument that orders calls; `copies`: whether a result lies in the heap."""
 
     def call(*arguments: Any, order: torch.Tensor | None = None, **outputs: torch.Tensor) -> Any:
         result = run(*arguments, **outputs)
         if copies and not outputs and order is not None and is_for_compiled_cuda_graph(order.device):
-            return result.clone()
+            return result.clone() if isinstance(result, torch.Tensor) else tuple(each.clone() for each in result)
         return result
 
     return call
