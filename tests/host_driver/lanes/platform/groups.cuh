@@ -119,8 +119,9 @@ inline WarpState* state_of(const void* wg, int warp) {
 }  // namespace lanes
 
 struct WorkGroup : WorkGroupOfLanes {
-  WorkGroup(int rank, int size, int index, int count, pthread_barrier_t* barrier, uint8_t* arena)
-      : WorkGroupOfLanes{rank, size, index, count, barrier, arena} {
+  WorkGroup(int rank, int size, int index, int count, pthread_barrier_t* barrier, uint8_t* arena,
+            pthread_barrier_t* cluster_barrier, int64_t bytes_to_next)
+      : WorkGroupOfLanes{rank, size, index, count, barrier, arena, cluster_barrier, bytes_to_next} {
     lanes::self = {lanes::state_of(barrier, rank / kWarpSize), rank % kWarpSize};
   }
 
