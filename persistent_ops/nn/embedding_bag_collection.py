@@ -213,26 +213,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._keyed_tensor, self._wire_dtype = keyed_tensor, wire_dtype
         self._clamp = None if clamp == math.inf else clamp * world.size
         self._inputs = self._make_inputs(bounds)
-        of_tables = {**options, "max_norm": max_norm}
-        self._replicas = self._make_replicas(bounds, algorithm, of_tables, rounding, scale)
-        self._make_tables(seed)
-        self._optimizers = self._make_groups(algorithm, of_tables, rounding, scale)
-        of_replicas = [] if self._replicas is None else self._replicas.optimizers
-        self.optimizer = EmbeddingBagOptimizer(
-            algorithm,
-            {**options, "seed": seed},
-            self._of_optimizer(),
-            [*self._optimizers, *of_replicas],
-            drawn_of(self.layout, world.rank),
-            rounding,
-            max_norm,
-        )
-        self._ahead: weakref.ref[SentFeatures] | None = None  # who has dropped it wants it no more
-        self._ahead_lookups: list[Lookups] = []
-        self._ahead_since = world.num_recoveries
-        # These do not hold the module, which may hold a result that holds them.
-        self._kept = ForwardPasses(world, self.optimizer)
-        self._versions = _versions_of(self._tables, self._optimizers)
+        self._make_parts(bounds, algorithm, options, max_norm, rounding, scale, seed)
+        self._begin_passes()
         self._ddp_params_and_buffers_to_ignore = self.table_names()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -348,6 +330,41 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 f"{names}: expected the same on all PEs, but PE {other} and PE {self._world.rank} passed different "
                 f"ones; PE {self._world.rank}: {choices}"
             )
+
+    def _make_parts(
+        self,
+        bounds: str,
+        algorithm: str,
+        options: Mapping[str, Any],
+        max_norm: float | None,
+        rounding: str,
+        scale: float,
+        seed: int,
+    ) -> None:
+        """Make tables and optimizers, of what all PEs have agreed on."""
+        of_tables = {**options, "max_norm": max_norm}
+        self._replicas = self._make_replicas(bounds, algorithm, of_tables, rounding, scale)
+        self._make_tables(seed)
+        self._optimizers = self._make_groups(algorithm, of_tables, rounding, scale)
+        of_replicas = [] if self._replicas is None else self._replicas.optimizers
+        self.optimizer = EmbeddingBagOptimizer(
+            algorithm,
+            {**options, "seed": seed},
+            self._of_optimizer(),
+            [*self._optimizers, *of_replicas],
+            drawn_of(self.layout, self._world.rank),
+            rounding,
+            max_norm,
+        )
+
+    def _begin_passes(self) -> None:
+        """Say that nothing was sent ahead, and no forward pass waits for its backward pass."""
+        self._ahead: weakref.ref[SentFeatures] | None = None  # who has dropped it wants it no more
+        self._ahead_lookups: list[Lookups] = []
+        self._ahead_since = self._world.num_recoveries
+        # These do not hold the module, which may hold a result that holds them.
+        self._kept = ForwardPasses(self._world, self.optimizer)
+        self._versions = _versions_of(self._tables, self._optimizers)
 
     def _make_replicas(
         self, bounds: str, algorithm: str, options: Mapping[str, Any], rounding: str, scale: float

@@ -195,16 +195,11 @@ def place(
         for group in groups(spread, {table: owners[table] for table in spread}, world_size)
     ]
     of_replicated = groups(replicated, dict.fromkeys(replicated, (0,)), 1)
-    at = {
-        (slot.table, slot.feature, slot.slice): (number, column)
-        for number, group in enumerate([*of_spread, *of_replicated])
-        for column, slot in enumerate(group.columns)
-    }
-    outputs, names, dims = [], [], []
+    outputs = _outputs(configs, placements, features, [*of_spread, *of_replicated])
+    names, dims = [], []
     num_tables = {name: sum(name in config.feature_names for config in configs) for name in features}
-    for table, config in enumerate(configs):
+    for config in configs:
         for name in config.feature_names:
-            outputs += [at[table, features.index(name), n] for n in range(placements[table].num_slices)]
             names.append(f"{name}@{config.name}" if num_tables[name] > 1 else name)  # as EmbeddingBagCollection does
             dims.append(config.embedding_dim)
     return Layout(
@@ -214,10 +209,30 @@ def place(
         owners,
         tuple(of_spread),
         tuple(of_replicated),
-        tuple(outputs),
+        outputs,
         tuple(names),
         tuple(dims),
         costs,
         tuple(map(load, used)),
         step_time(used),
+    )
+
+
+def _outputs(
+    configs: Sequence[TableConfig],
+    placements: Sequence[TablePlacement],
+    features: Sequence[str],
+    groups: Sequence[Group],
+) -> tuple[tuple[int, int], ...]:
+    """Return where every block of the result's columns comes from (`Layout`)."""
+    at = {
+        (slot.table, slot.feature, slot.slice): (number, column)
+        for number, group in enumerate(groups)
+        for column, slot in enumerate(group.columns)
+    }
+    return tuple(
+        at[table, features.index(name), number]
+        for table, config in enumerate(configs)
+        for name in config.feature_names
+        for number in range(placements[table].num_slices)
     )

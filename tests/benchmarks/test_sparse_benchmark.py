@@ -25,6 +25,8 @@ OURS = ["auto", "owner", "allgather", "dense", "into", "into_owner", "into_allga
 PEERS = ["gloo", "dense_reduce", "gather_add", "union_reduce", "gather_add_graph", "union_reduce_graph"]
 SWEPT = ["auto", "owner", "allgather", "dense", "into", "dense_reduce", "gather_add", "union_reduce"]
 CASE = "100kx512_4k_zipf"
+PRINTED = ["correct: ", "x best", "phases of single launches", "host: of an eager call", "sparsity, 2 PEs"]
+PRINTED += ["overlap, 2 PEs", "99.99%", "say nothing about GPUs"]
 
 pytestmark = pytest.mark.host
 
@@ -58,14 +60,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
         *(("overlap", point) for point in shared),
     ]
     for line in cases:
-        shape, row_bytes = line["shape"], line["shape"]["dim"] * 4
-        rows = shape["rows_per_pe"]
-        # What two PEs have together is counted twice where both have it.
-        assert line["union_rows"] + line["rows_with_several"] == 2 * rows
-        assert line["lacked_rows"] == rows == line["unicast_rows"]
-        assert line["limit_us"] == pytest.approx(rows * row_bytes / ceilings["store"] * 1e6)
-        assert line["input_bytes"] == rows * (row_bytes + 8)
-        assert line["result_bytes"] == line["union_rows"] * (row_bytes + 8)
+        _check_case(line, ceilings["store"])
     assert [line["union_rows"] for line in cases[-3:]] == [1000, 1500, 2000]
 
     times = lines_of(tmp_path, "time")
@@ -75,21 +70,9 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
         *(("sparsity", point, method) for point in sparse for method in SWEPT),
         *(("overlap", point, method) for point in shared for method in SWEPT),
     ]
+    union_rows = {line["case"]: line["union_rows"] for line in cases}
     for line in times:
-        rounds = line["seconds_by_pe_and_round"]
-        assert len(rounds) == 2 and len(rounds[0]) in (2, 3)  # 2: a slow method
-        assert line["us"] == pytest.approx(max(statistics.median(each) for each in rounds) * 1e6)
-        shape = line["shape"]
-        assert line["calls_per_replay"] == (1 if line["method"] in ("dense_reduce", "gloo") else 2)
-        sent = line["sent_value_bytes"] / (shape["dim"] * 4)
-        if "dense" in line["method"]:
-            assert sent == shape["rows"]
-        elif "union" in line["method"]:
-            assert sent == next(case["union_rows"] for case in cases if case["case"] == line["case"])
-        else:
-            assert sent == shape["rows_per_pe"]
-        if line["method"] in ("owner", "allgather", "into_owner", "into_allgather"):
-            assert line["algorithm"] == line["method"].removeprefix("into_")
+        _check_time(line, union_rows[line["case"]])
 
     spreads = {line["method"]: line for line in lines_of(tmp_path, "spread")}
     assert set(spreads) <= set(OURS + PEERS) and "auto" in spreads
@@ -113,18 +96,28 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     for name in ("sparse_all_reduce", "sparse_all_reduce_sparsity", "sparse_all_reduce_overlap"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    for text in (
-        "correct: ",
-        "x best",
-        "phases of single launches",
-        "host: of an eager call",
-        "sparsity, 2 PEs",
-        "overlap, 2 PEs",
-        "99.99%",
-    ):
-        assert text in printed
-    assert "say nothing about GPUs" in printed
-    assert "WRONG" not in printed
+    assert [text for text in PRINTED if text not in printed] == [] and "WRONG" not in printed
+
+
+def _check_case(line: dict[str, Any], bytes_per_second: float) -> None:
+    rows, row_bytes = line["shape"]["rows_per_pe"], line["shape"]["dim"] * 4
+    # What two PEs have together is counted twice where both have it.
+    assert line["union_rows"] + line["rows_with_several"] == 2 * rows
+    assert line["lacked_rows"] == rows == line["unicast_rows"]
+    assert line["limit_us"] == pytest.approx(rows * row_bytes / bytes_per_second * 1e6)
+    assert line["input_bytes"] == rows * (row_bytes + 8)
+    assert line["result_bytes"] == line["union_rows"] * (row_bytes + 8)
+
+
+def _check_time(line: dict[str, Any], union_rows: int) -> None:
+    rounds, shape, method = line["seconds_by_pe_and_round"], line["shape"], line["method"]
+    assert len(rounds) == 2 and len(rounds[0]) in (2, 3)  # 2: a slow method
+    assert line["us"] == pytest.approx(max(statistics.median(each) for each in rounds) * 1e6)
+    assert line["calls_per_replay"] == (1 if method in ("dense_reduce", "gloo") else 2)
+    rows = shape["rows"] if "dense" in method else union_rows if "union" in method else shape["rows_per_pe"]
+    assert line["sent_value_bytes"] / (shape["dim"] * 4) == rows
+    if method in ("owner", "allgather", "into_owner", "into_allgather"):
+        assert line["algorithm"] == method.removeprefix("into_")
 
 
 def test_says_what_it_leaves_out_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

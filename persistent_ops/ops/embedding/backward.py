@@ -124,32 +124,15 @@ class EmbeddingOptimizer:
         self._algorithm, self._rounding = algorithm, rounding
         self._token = _Token()  # what plans know it by, which outlive it
         self._tables_named, self._name = num_tables(len(self._tables)), ""  # for errors
-        device = self._tables[0].device if self._tables else _world.current().backend.device
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
         for table in self._tables:
             self._states.setdefault(identity(table), self._state_of(table))
         _check_overlap(self._tables)
         _check_rounding(rounding, self._tables)
-        self._lr = torch.full((1,), lr, dtype=torch.float32, device=device)
-        self._gradient_scale = torch.ones(1, dtype=torch.float32, device=device)
-        self._step_count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._beta_powers = torch.ones(2, dtype=torch.float32, device=device)  # to as many steps
-        self._counted = self._step_count._version  # as of which the powers are
-        self._seeds = torch.tensor(seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
+        self._make_own(lr, seed)
         self._num_passes = 0  # backward, begun by all PEs alike
         self._seen: TableSet | None = None  # what the tables were in the last call
         self._keys: dict[Hashable, BackwardKey] = {}  # of backward passes, by what their forward passes were like
-        # What it holds in device memory.
-        self._own = (
-            self._lr,
-            self._gradient_scale,
-            self._step_count,
-            self._beta_powers,
-            self._seeds,
-            *(state for of_table in self._states.values() for state in of_table),
-        )
-        # What autograd sees of the tables.
-        self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
         self._decay = weight_decay_mode if weight_decay and algorithm == "rowwise_adagrad" else "none"
         self._constants = {
             "eps": eps,
@@ -158,6 +141,20 @@ class EmbeddingOptimizer:
             "beta1": betas[0],
             "beta2": betas[1],
         }
+
+    def _make_own(self, lr: float, seed: int | Sequence[int]) -> None:
+        """Make what it holds in device memory beside the states."""
+        device = self._tables[0].device if self._tables else _world.current().backend.device
+        self._lr = torch.full((1,), lr, dtype=torch.float32, device=device)
+        self._gradient_scale = torch.ones(1, dtype=torch.float32, device=device)
+        self._step_count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._beta_powers = torch.ones(2, dtype=torch.float32, device=device)  # to as many steps
+        self._counted = self._step_count._version  # as of which the powers are
+        self._seeds = torch.tensor(seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
+        states = itertools.chain(*self._states.values())
+        self._own = (self._lr, self._gradient_scale, self._step_count, self._beta_powers, self._seeds, *states)
+        # What autograd sees of the tables.
+        self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
 
     @property
     def lr(self) -> torch.Tensor:

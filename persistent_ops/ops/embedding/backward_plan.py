@@ -231,36 +231,9 @@ class BackwardPlan(Plan):
             tuple(width for of_pe in key.widths for width in (*of_pe, 0)),
             key.columns or (),
         )
-        batch_start = list(itertools.accumulate(key.batch_per_rank, initial=0))
-        self._pushed_words = len(self._pushes) + 1
-        self._pushed = world.workspace.zero_words(key.team, self._pushed_words)
-        self._groups, self._tables = upload(world.backend, *groups), upload(world.backend, *tables)
-        self._members = upload(world.backend, array("q", [table for own in self.groups for table in own]))
-        self._batch_start = upload(world.backend, array("q", batch_start))
         self._slot_lookups = OPERATOR.description.constants["kSlotLookups"]
         self._sum_elements = max((weight.shape[1] for weight in weights), default=1)
-        slice_samples = tuning.slice_samples or max(
-            1, _PIECE_BYTES // max(map(self._wire_bytes, self._widths), default=1)
-        )
-        self._struct: Any = structs["Plan"](
-            groups=self._groups.data_ptr(),
-            members=self._members.data_ptr(),
-            tables=self._tables.data_ptr(),
-            num_groups=len(groups),
-            num_tables=len(tables),
-            num_pushes=len(self._pushes),
-            slice_samples=slice_samples,
-            num_slices=-(-self._samples // slice_samples),
-            pushing_wgs=min(tuning.pushing_work_groups, self._grid) if self._pushes else 0,
-            pushing_wg_lookups=self._pushing_wg_lookups(),
-            pushed=self._pushed.data_ptr(),
-            batch_start=self._batch_start.data_ptr(),
-            batch=self._batch,
-            first_sample=batch_start[key.team.rank],
-            num_samples=self._samples,
-            sum_elements=self._sum_elements,
-            **constants,
-        )
+        self._struct: Any = self._make_struct(groups, tables, constants)
         pushing_wgs = min(int(self._struct.pushing_wgs), tuning.early_work_groups)
         self.early_wgs = pushing_wgs if world.backend.begins_early else 0
         self._new_call = structs["Call"]
@@ -391,6 +364,37 @@ class BackwardPlan(Plan):
             has_wide_keys=self.rows.key_dtype == torch.int64,
             blocks_per_sm=self._tuning.blocks_per_sm,
             has_one_wg=self._world.backend.leaves_room,
+        )
+
+    def _make_struct(self, groups: Sequence[Any], tables: Sequence[Any], constants: dict[str, Any]) -> Any:
+        """Return the kernel's Plan, without what `place` writes; what it refers to is uploaded."""
+        batch_start = list(itertools.accumulate(self._key.batch_per_rank, initial=0))
+        self._pushed_words = len(self._pushes) + 1
+        self._pushed = self._world.workspace.zero_words(self._key.team, self._pushed_words)
+        self._groups, self._tables = upload(self._world.backend, *groups), upload(self._world.backend, *tables)
+        self._members = upload(self._world.backend, array("q", [table for own in self.groups for table in own]))
+        self._batch_start = upload(self._world.backend, array("q", batch_start))
+        slice_samples = self._tuning.slice_samples or max(
+            1, _PIECE_BYTES // max(map(self._wire_bytes, self._widths), default=1)
+        )
+        return OPERATOR.description.structs["Plan"](
+            groups=self._groups.data_ptr(),
+            members=self._members.data_ptr(),
+            tables=self._tables.data_ptr(),
+            num_groups=len(groups),
+            num_tables=len(tables),
+            num_pushes=len(self._pushes),
+            slice_samples=slice_samples,
+            num_slices=-(-self._samples // slice_samples),
+            pushing_wgs=min(self._tuning.pushing_work_groups, self._grid) if self._pushes else 0,
+            pushing_wg_lookups=self._pushing_wg_lookups(),
+            pushed=self._pushed.data_ptr(),
+            batch_start=self._batch_start.data_ptr(),
+            batch=self._batch,
+            first_sample=batch_start[self._key.team.rank],
+            num_samples=self._samples,
+            sum_elements=self._sum_elements,
+            **constants,
         )
 
     def _pushing_wg_lookups(self) -> int:

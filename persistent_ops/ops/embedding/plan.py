@@ -12,7 +12,7 @@ import torch
 
 from ...runtime.backend import KernelRequest, LaunchShape, check_resident
 from ...runtime.compile.literals import vector_bytes, warp_size
-from ...runtime.contract import Field
+from ...runtime.contract import Contract, Field
 from ...runtime.dtypes import INDEX_TYPES, SCALARS
 from ...runtime.operator import Operator
 from ...runtime.overlap import check_apart
@@ -267,32 +267,9 @@ class EmbeddingPlan(Plan):
         self._tables, self._ranges = upload(world.backend, *tables), upload(world.backend, *ranges)
         self._batch_start = upload(world.backend, array("q", batch_start))
         self._pe_bytes = upload(world.backend, array("q", [dim * element for dim in dim_per_rank]))
-        contract = OPERATOR.contract(
-            team,
-            batch_start[-1],
-            row_bytes,
-            self._table_dtype,
-            self.dtype,
-            self._grid,
-            0 if team.all_reachable else slices.samples,
-            tuple(batch_per_rank),
-            tuple(dim_per_rank),
-            tuple(choices.columns or ()),
-        )
         self._struct: Any = structs["Plan"](
-            team=world.workspace.team(contract),
-            order=structs["ExchangeOrder"](
-                rank=rank,
-                size=team.size,
-                num_tables=len(weights),
-                slice_samples=slices.samples,
-                batch_start=self._batch_start.data_ptr(),
-                num_rounds=slices.num_rounds,
-                local_delay=slices.local_delay,
-                oblivious=int(choices.schedule == "oblivious"),
-                slice_major=int(not team.all_reachable),
-                num_beside=key.lookups.num_beside if self._may_mix(len(weights)) else 0,
-            ),
+            team=world.workspace.team(self._contract(row_bytes, slices, dim_per_rank, batch_per_rank)),
+            order=self._order(slices, len(weights)),
             tables=self._tables.data_ptr(),
             pe_bytes=self._pe_bytes.data_ptr(),
             ranges=self._ranges.data_ptr(),
@@ -323,10 +300,39 @@ class EmbeddingPlan(Plan):
             raise ValueError("weights, offsets: more than 2^31 tasks; use a larger slice_samples")
         return _Slices(samples, num_rounds, round(min(max(tuning.local_delay, 0.0), 1.0) * num_rounds))
 
-    def _may_mix(self, num_tables: int) -> bool:
-        """Return whether two sequences of tables may run beside one another."""
-        key = self._key
-        return key.team.all_reachable and key.choices.schedule != "oblivious" and num_tables < _MOST_MIXED
+    def _contract(
+        self, row_bytes: int, slices: _Slices, dim_per_rank: Sequence[int], batch_per_rank: Sequence[int]
+    ) -> Contract:
+        team = self._key.team
+        return OPERATOR.contract(
+            team,
+            sum(batch_per_rank),
+            row_bytes,
+            self._table_dtype,
+            self.dtype,
+            self._grid,
+            0 if team.all_reachable else slices.samples,
+            tuple(batch_per_rank),
+            tuple(dim_per_rank),
+            tuple(self._key.choices.columns or ()),
+        )
+
+    def _order(self, slices: _Slices, num_tables: int) -> Any:
+        """Return in which order tasks run; two sequences of tables run beside one another where they may."""
+        team, is_oblivious = self._key.team, self._key.choices.schedule == "oblivious"
+        may_mix = team.all_reachable and not is_oblivious and num_tables < _MOST_MIXED
+        return OPERATOR.description.structs["ExchangeOrder"](
+            rank=team.rank,
+            size=team.size,
+            num_tables=num_tables,
+            slice_samples=slices.samples,
+            batch_start=self._batch_start.data_ptr(),
+            num_rounds=slices.num_rounds,
+            local_delay=slices.local_delay,
+            oblivious=int(is_oblivious),
+            slice_major=int(not team.all_reachable),
+            num_beside=self._key.lookups.num_beside if may_mix else 0,
+        )
 
     def _choose_kernel(self, shapes: int) -> None:
         backend, lookups, tuning = self._backend, self._key.lookups, self._tuning
