@@ -113,8 +113,6 @@ PO_NOINLINE inline bool peer_gave_up(const Team& team) {
 template <class Look>
 PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t& index, const Look& look,
                  bool has_given_up = false) {
-  const uint32_t eighths = phase >> kCodeBits;
-  const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
   uint64_t started = 0;
   bool was_over = false;
   WaitTrace trace(phase);
@@ -125,6 +123,8 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t&
     trace.looked_in_vain(peer, index);
     if (looks_up(spins)) {
       if (is_aborted(team) || peer_gave_up(team)) return false;
+      const uint32_t eighths = phase >> kCodeBits;  // found here: before the loop it would fill registers
+      const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
       const uint64_t now = clock_ns();
       const uint64_t said = host_says(team, peer);
       if (started == 0 || (said & kPreparing) != 0) started = now;

@@ -6,10 +6,9 @@ import pytest
 from gpu_kernels import ARCHITECTURES, BLOCKS_PER_SM, SAMPLE, GpuKernel, every_kernel
 
 from persistent_ops.ops.gemv_plan import OPERATOR as GEMV
-from persistent_ops.runtime.compile.description import describe
+from persistent_ops.runtime.compile.description import COMM, describe
 from persistent_ops.runtime.compile.toolchain import find_nvcc
 from persistent_ops.runtime.errors import CompileError
-from persistent_ops.runtime.operator import COMM
 
 REGISTERS_PER_SM = 1 << 16
 

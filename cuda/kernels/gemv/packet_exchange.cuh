@@ -224,6 +224,7 @@ class PacketExchange {
   template <int kRow, int kSenders>
   PO_FN bool take(const uint8_t* place, uint64_t stride, Phase phase, int first_sender, int count, int tile,
                   Packet (&packets)[kSenders][kRow]) const {
+    const int own = team_.rank - first_sender;  // senders are known by constants: their ranks would fill registers
     int missing = team_.rank;
     const auto look = [&](uint64_t* seen) {
       const uint8_t* base = derived_anew(place);
@@ -236,17 +237,18 @@ class PacketExchange {
           if (i < count) packets[i][j] = packet_load_sys(row + j, expected);
         }
       }
-      missing = team_.rank;
+      int late = own;
       *seen = expected;
       PO_UNROLL
       for (int i = 0; i < kSenders; ++i) {
         PO_UNROLL
         for (int j = 0; j < kRow; ++j) {
           if (i >= count || packets[i][j].flag == expected) continue;  // @packet-is-there
-          if (first_sender + i != team_.rank) missing = first_sender + i;
+          if (i != own) late = i;
           *seen = packets[i][j].flag;
         }
       }
+      missing = first_sender + late;
       return *seen == expected;
     };
     return await(team_, phase, missing, static_cast<uint64_t>(tile), look, has_given_up_);
