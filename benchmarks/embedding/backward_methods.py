@@ -142,7 +142,7 @@ class OurBackward:
     def _plan(self, key: BackwardKey) -> BackwardPlan:
         """Return the plan of a key with these tables; under `po.trace` another one, whose kernel traces."""
         make = partial(self._optimizer._plan, self._world, key, self._tables)
-        return self._plans.find(key) or self._plans.make(key, make)
+        return self._plans.get(key, make)
 
 
 @contextmanager

@@ -119,7 +119,7 @@ class Methods:
     def pooling_own(self, lookups: LookupSet) -> torch.Tensor:
         world, key = self._world, self._alone
         plans: Plans[EmbeddingPlan] = OPERATOR.state(world).plans
-        plan = plans.find(key) or plans.make(key, lambda: make_plan(world, key, self._weights))
+        plan = plans.get(key, lambda: make_plan(world, key, self._weights))
         plan.launch(world, lookups.indices, lookups.offsets, None, self._pooled_offset)
         return self._pooled
 

@@ -235,7 +235,7 @@ class _ParallelLinear(torch.nn.Module):
         if x.dim() == 0 or x.shape[-1] != features:
             raise ValueError(f"x: expected [..., {features}], this PE's features, got {list(x.shape)}")
         if x.dtype != self.weight.dtype and not _is_under_autocast(x.device):
-            raise TypeError(f"x: expected the weight's dtype {self.weight.dtype}, got {x.dtype}")
+            raise TypeError(f"x: expected weight's dtype {self.weight.dtype}, got {x.dtype}")
 
     def _like_weight(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor in the weight's dtype, which it has but under autocast."""
@@ -441,7 +441,7 @@ class RowParallelLinear(_ParallelLinear):
             if tuple(residual.shape) != shape:
                 raise ValueError(f"residual: expected the result's shape {list(shape)}, got {list(residual.shape)}")
             if residual.dtype != self.weight.dtype and not _is_under_autocast(x.device):
-                raise TypeError(f"residual: expected the weight's dtype {self.weight.dtype}, got {residual.dtype}")
+                raise TypeError(f"residual: expected weight's dtype {self.weight.dtype}, got {residual.dtype}")
             if residual.device != x.device:
                 raise ValueError(f"residual: expected a tensor on {x.device}, as x is, got one on {residual.device}")
         num_vectors = math.prod(x.shape[:-1])

@@ -11,15 +11,14 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.arguments import as_number
 from ..runtime.compile.literals import vector_bytes
-from ..runtime.dtypes import fill_nan
+from ..runtime.dtypes import SCALARS, fill_nan
 from ..runtime.overlap import check_apart
-from ..runtime.plans import Plans
+from ..runtime.tensor_specs import TensorSpec, TensorSpecs
 from ..runtime.torch_library import TorchOperator
 from .all_reduce_plan import (
     ALGORITHMS,
     FLOAT8,
     OPERATOR,
-    SCALARS,
     AllReduceKey,
     AllReducePlan,
     reserve_room,
@@ -174,9 +173,8 @@ def _execute(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Check, find or make the plan, launch it, return the results."""
     world = _world.for_call()
-    device = world.backend.device
-    norm_dtype = _check(x, weight, residual, bias, scale, out, norm_out, device)
-    _check_choices(algorithm, eps, weight_bias)
+    _TENSORS.check(world.backend.device, x, weight, residual, bias, out, norm_out, scale)
+    norm_dtype = _norm_dtype(x, weight, scale, norm_out, algorithm, eps, weight_bias)
     numel, dtype = x.numel(), x.dtype
     # Where nothing depends on rows, all is one.
     width = x.shape[-1] if x.dim() and (weight is not None or bias is not None) else numel
@@ -201,7 +199,8 @@ def _execute(
     key = AllReduceKey(
         world.team, rows, width, dtype, algorithm, has_bias, has_residual, norms, is_aligned, state.tuning
     )
-    plan = state.plans.find(key) or _new_plan(world, key)
+    caller = "all_reduce_rms_norm" if norms else None
+    plan = state.plans.get(key, lambda: _new_plan(world, key), caller=caller)
     if out is not None:
         increment_version(out)
     if norm_out is not None:
@@ -219,64 +218,37 @@ def _execute(
 def _new_plan(world: _world.World, key: AllReduceKey) -> AllReducePlan:
     """Make a plan; for "auto", find the one that it means."""
     reserve_room(world)  # collective
-    plans: Plans[AllReducePlan] = OPERATOR.state(world).plans
     if key.algorithm != "auto":
-        return plans.make(key, lambda: AllReducePlan(world, key), "all_reduce_rms_norm" if key.norms else None)
+        return AllReducePlan(world, key)
     meant = resolved(world, key)
-    plan = plans[key] = plans.find(meant) or _new_plan(world, meant)
+    plan: AllReducePlan = OPERATOR.state(world).plans.get(meant, lambda: _new_plan(world, meant))
     return plan
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
 
 
-def _check(
-    x: torch.Tensor,
-    weight: _Optional,
-    residual: _Optional,
-    bias: _Optional,
-    scale: _Optional,
-    out: _Optional,
-    norm_out: _Optional,
-    device: torch.device | None,
+_TENSORS = TensorSpecs(
+    TensorSpec("x", "... D?"),
+    TensorSpec("weight", "D", "x"),
+    TensorSpec("residual", "... D?", "x"),
+    TensorSpec("bias", "D", "x"),
+    TensorSpec("out", "... D?", "x"),
+    TensorSpec("norm_out", "... D?", (*SCALARS, FLOAT8)),
+    TensorSpec("scale", "one", (torch.float32,)),
+)
+
+
+def _norm_dtype(
+    x: torch.Tensor, weight: _Optional, scale: _Optional, norm_out: _Optional, algorithm: str, *numbers: float
 ) -> torch.dtype | None:
-    """Return the norm's dtype, or None; raise for what the operator cannot take. No device: a fake call."""
-    shape, dtype = x.shape, x.dtype
-    if dtype not in SCALARS:
-        raise TypeError(f"x: expected float32, float16 or bfloat16, got {dtype}")
-    if (weight is not None or bias is not None) and x.dim() == 0:
-        raise ValueError("x: expected [..., D] with a weight or a bias of [D], got shape []")
-    row = shape[-1:]
-    norm_dtype = None
-    if weight is not None:
-        norm_dtype = dtype if scale is None else FLOAT8
-        if norm_out is not None and norm_out.dtype != norm_dtype:
-            _refuse_norm_dtype(norm_out.dtype, dtype, has_scale=scale is not None)
-    for name, tensor, expected, expected_dtype in (
-        ("x", x, shape, dtype),
-        ("weight", weight, row, dtype),
-        ("residual", residual, shape, dtype),
-        ("bias", bias, row, dtype),
-        ("out", out, shape, dtype),
-        ("norm_out", norm_out, shape, norm_dtype),
-        ("scale", scale, None, torch.float32),
-    ):
-        if tensor is None:
-            continue
-        if tensor.dtype != expected_dtype:
-            what = "float32" if expected is None else f"x's dtype {expected_dtype}"
-            raise TypeError(f"{name}: expected {what}, got {tensor.dtype}")
-        if expected is None:
-            if tensor.numel() != 1:
-                raise ValueError(f"{name}: expected one element, got shape {list(tensor.shape)}")
-        elif tensor.shape != expected:
-            raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"
-            )
-        if device is not None and tensor.device != device:
-            raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
+    """Return the norm's dtype, or None; raise for choices that the operator cannot take."""
+    _check_choices(algorithm, *numbers)
+    if weight is None:
+        return None
+    norm_dtype = x.dtype if scale is None else FLOAT8
+    if norm_out is not None and norm_out.dtype != norm_dtype:
+        _refuse_norm_dtype(norm_out.dtype, x.dtype, has_scale=scale is not None)
     return norm_dtype
 
 
@@ -312,8 +284,8 @@ def _fake(
     out: _Optional = None,
     norm_out: _Optional = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    norm_dtype = _check(x, weight, residual, bias, scale, out, norm_out, None)
-    _check_choices(algorithm, eps, weight_bias)
+    _TENSORS.check(None, x, weight, residual, bias, out, norm_out, scale)
+    norm_dtype = _norm_dtype(x, weight, scale, norm_out, algorithm, eps, weight_bias)
     return torch.empty_like(x), torch.empty_like(x, dtype=norm_dtype)
 
 

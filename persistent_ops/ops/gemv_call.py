@@ -11,13 +11,12 @@ from torch.autograd.graph import increment_version
 from ..runtime import world as _world
 from ..runtime.compile.literals import vector_bytes
 from ..runtime.overlap import check_apart
-from ..runtime.plans import Plans
+from ..runtime.tensor_specs import TensorSpec, TensorSpecs
 from ..runtime.torch_library import TorchOperator
 from .gemv_plan import (
     ALGORITHMS,
     MAX_VECTORS,
     OPERATOR,
-    SCALARS,
     GemvKey,
     GemvPlan,
     choose_algorithm,
@@ -56,7 +55,8 @@ def gemv_operator(
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         check_choices(*choices, weight.dtype)
-        return weight.new_empty(check(weight, x, bias, residual, out, None)[3])
+        _check_vectors(_TENSORS.check(None, weight, x, bias, residual, out).get("N"))
+        return weight.new_empty((*x.shape[:-1], weight.shape[0]))
 
     return TorchOperator(
         name,
@@ -88,7 +88,8 @@ def execute(
     """Check, find or make the plan, launch it, return the result. `is_alone`: for gemv, not for gemv_all_reduce."""
     world = _world.for_call()
     device = world.backend.device
-    rows, columns, num_vectors, shape = check(weight, x, bias, residual, out, device)
+    dims = _TENSORS.check(device, weight, x, bias, residual, out)
+    rows, columns, num_vectors = dims["M"], dims["K"], _check_vectors(dims.get("N"))
     if out is not None:
         check_apart("out", out, {"weight": weight, "x": x, "bias": bias}, {"residual": residual})
     weight_at, x_at = weight.data_ptr(), x.data_ptr()
@@ -107,9 +108,10 @@ def execute(
         prefetch_weight,
         state.tuning,
     )
-    plan = state.plans.find(key) or _new_plan(world, key)
+    caller = "gemv" if is_alone else None
+    plan = state.plans.get(key, lambda: _new_plan(world, key), caller=caller)
     if out is None:
-        out = torch.empty(shape, dtype=weight.dtype, device=device)
+        out = torch.empty((*x.shape[:-1], rows), dtype=weight.dtype, device=device)
     else:
         increment_version(out)
     bias_at = 0 if bias is None else bias.data_ptr()
@@ -122,39 +124,31 @@ def _new_plan(world: _world.World, key: GemvKey) -> GemvPlan:
     if key.team is world.team:
         reserve_packets(world)  # collective, and so before what one PE alone may refuse
         check_choices(key.algorithm, key.comm_dtype, key.prefetch_weight, key.dtype)
-    plans: Plans[GemvPlan] = OPERATOR.state(world).plans
     if not isinstance(key.prefetch_weight, bool):
         raise TypeError(f"prefetch_weight: expected True or False, got {key.prefetch_weight!r}")
     if key.algorithm != "auto":
-        return plans.make(key, lambda: GemvPlan(world, key), None if key.team is world.team else "gemv")
+        return GemvPlan(world, key)
     meant = key._replace(algorithm=choose_algorithm(world, key))
-    plan = plans[key] = plans.find(meant) or _new_plan(world, meant)
+    plan: GemvPlan = OPERATOR.state(world).plans.get(meant, lambda: _new_plan(world, meant))
     return plan
 
 
 # ---- checks --------------------------------------------------------------------------------------------------------
 
 
-def check(
-    weight: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor | None,
-    device: torch.device | None,
-) -> tuple[int, int, int, tuple[int, ...]]:
-    """Return M, K_r, N and the result's shape; raise for what the operator cannot take. No device: a fake call."""
-    if weight.dim() != 2:
-        raise ValueError(f"weight: expected [M, K], got shape {list(weight.shape)}")
-    rows, columns = weight.shape
-    dtype = weight.dtype
-    if dtype not in SCALARS:
-        raise TypeError(f"weight: expected float32, float16 or bfloat16, got {dtype}")
-    if x.dim() not in (1, 2) or x.shape[-1] != columns:
-        raise ValueError(
-            f"x: expected [{columns}] or [N, {columns}] for a weight of {list(weight.shape)}, got {list(x.shape)}"
-        )
-    num_vectors = 1 if x.dim() == 1 else x.shape[0]
+_TENSORS = TensorSpecs(
+    TensorSpec("weight", "M K"),
+    TensorSpec("x", "N? K", "weight"),
+    TensorSpec("bias", "M", "weight"),
+    TensorSpec("residual", "N? M", "weight"),
+    TensorSpec("out", "N? M", "weight"),
+)
+
+
+def _check_vectors(num_vectors: int | None) -> int:
+    """Return how many there are; raise for more, or fewer, than the kernel takes."""
+    if num_vectors is None:
+        return 1
     if num_vectors < 1:
         raise ValueError(f"x: expected 1 to {MAX_VECTORS} vectors, got 0")
     if num_vectors > MAX_VECTORS:
@@ -162,22 +156,7 @@ def check(
             f"x: expected 1 to {MAX_VECTORS} vectors, got {num_vectors}. Beyond {MAX_VECTORS} the product is no longer "
             "bound by reading the weight: use torch.nn.functional.linear (and an all_reduce for a sum over the PEs)"
         )
-    shape = (rows,) if x.dim() == 1 else (num_vectors, rows)
-    named = (("weight", weight, None), ("x", x, None), ("bias", bias, (rows,)), ("residual", residual, shape))
-    for name, tensor, expected in (*named, ("out", out, shape)):
-        if tensor is None:
-            continue
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name}: expected the weight's dtype {dtype}, got {tensor.dtype}")
-        if expected is not None and tuple(tensor.shape) != expected:
-            raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"
-            )
-        if device is not None and tensor.device != device:
-            raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
-    return rows, columns, num_vectors, shape
+    return num_vectors
 
 
 def check_choices(algorithm: str, comm_dtype: torch.dtype | None, _prefetch_weight: bool, dtype: torch.dtype) -> None:

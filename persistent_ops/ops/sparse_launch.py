@@ -65,8 +65,9 @@ def find_plan(
     key = SparseKey(
         world.team, layout, state.tuning, capacity, gathers, rows.dtype, order is not None, is_aligned, is_into, tag
     )
-    plan: SparsePlan | None = state.plans.find(key, *used)
-    return plan or state.plans.make(key, lambda: SparsePlan(world, key), "sparse_all_reduce_into")
+    plan: SparsePlan
+    plan = state.plans.get(key, lambda: SparsePlan(world, key), *used, caller="sparse_all_reduce_into")
+    return plan
 
 
 # ---- results of a size that is not known ---------------------------------------------------------------------------

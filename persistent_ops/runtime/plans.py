@@ -55,34 +55,33 @@ class Plans(dict[Hashable, _P]):
         self._workspace = site.workspace
         self.most = most
 
-    def find(self, key: Hashable, *tensors: object) -> _P | None:
-        """Return the plan of a key, or None. A CUDA graph that is being captured keeps it, and `tensors`.
-
-        None also where a part of the key, an argument of a wrong type, has no hash: the checks of a new plan name it.
-        """
-        tracer = self._site.tracer
-        try:
-            plan = self.get(key if tracer is None else Traced(tracer, key))
-        except TypeError:
-            return None
-        if plan is not None and self._workspace.is_capturing():
-            self._site.keep_captured(plan, *tensors)
-        return plan
-
-    def make(self, key: Hashable, build: Callable[[], _P], caller: str | None = None) -> _P:
-        """Return what `build` makes, and keep it for the key; the oldest are dropped when there are too many.
+    def get(  # type: ignore[override]  # which never lacks one
+        self, key: Hashable, build: Callable[[], _P], *tensors: object, caller: str | None = None
+    ) -> _P:
+        """Return the plan of a key. The first call with it keeps what `build` makes, and drops the oldest.
 
         Args:
-            key, build: see above.
+            key: of the plan. Where a part of it, an argument of a wrong type, has no hash, `build` names the argument.
+            build: makes the plan.
+            tensors: that a CUDA graph which is being captured keeps, with the plan.
             caller: the function that was called, where it has not the operator's name.
 
         Raises:
-            RuntimeError: the current stream is being captured into a CUDA graph.
+            RuntimeError: `build` would be called while the current stream is captured into a CUDA graph.
         """
-        self.refuse_capture(caller)
-        plan = build()
-        self._site.make_room(self, self.most)
-        self[key] = plan
+        tracer = self._site.tracer
+        kept = key if tracer is None else Traced(tracer, key)
+        try:
+            plan = super().get(kept)
+        except TypeError:
+            plan = None
+        if plan is None:
+            self.refuse_capture(caller)
+            plan = build()
+            self._site.make_room(self, self.most)
+            self[kept] = plan
+        elif self._workspace.is_capturing():
+            self._site.keep_captured(plan, *tensors)
         return plan
 
     def refuse_capture(self, caller: str | None = None) -> None:
@@ -93,10 +92,6 @@ class Plans(dict[Hashable, _P]):
                 f"{name}: the first call with these shapes compiles and loads its kernel, which a CUDA-graph capture "
                 "cannot do: call it once before the capture, with the same shapes and tables"
             )
-
-    def __setitem__(self, key: Hashable, plan: _P) -> None:
-        tracer = self._site.tracer
-        super().__setitem__(key if tracer is None else Traced(tracer, key), plan)
 
     def drop(self, is_dropped: Callable[[Any], bool]) -> None:
         """Forget the plans of some keys."""

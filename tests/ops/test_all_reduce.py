@@ -364,7 +364,11 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         "x: expected a tensor on (cpu|cuda:.), got one on meta",
     ),
-    "scalar with bias": (lambda: {_X: _good(1)[0], "bias": _good(1)}, ValueError, r"x: expected \[\.\.\., D\]"),
+    "scalar with bias": (
+        lambda: {_X: _good(1)[0], "bias": _good(1)},
+        ValueError,
+        r"bias: expected shape \[D\], got \[1\]",
+    ),
     "residual is a number": (lambda: {"residual": 1.0}, TypeError, "residual: expected a tensor, got float"),
     "residual dtype": (lambda: {"residual": _good().half()}, TypeError, "residual: expected x's dtype torch.float32"),
     "residual shape": (

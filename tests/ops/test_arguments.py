@@ -170,27 +170,27 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "two-dimensional offsets": (
         changed("offsets", lambda o: o.view(-1, 1)),
         ValueError,
-        "offsets: expected a contiguous 1-D tensor on .*, got 2-D",
+        r"offsets: expected shape \[\w+\], got \[",
     ),
     "indices with gaps": (
         changed("indices", lambda i: i.repeat_interleave(2)[::2]),
         ValueError,
-        "indices: expected a contiguous 1-D tensor",
+        "indices: expected a contiguous tensor, got strides",
     ),
     "offsets with gaps": (
         changed("offsets", lambda o: o.repeat_interleave(2)[::2]),
         ValueError,
-        "offsets: expected a contiguous 1-D tensor",
+        "offsets: expected a contiguous tensor, got strides",
     ),
     "indices on another device": (
         changed("indices", lambda i: i.to("meta")),
         ValueError,
-        "indices: expected a contiguous 1-D tensor on (cpu|cuda:0), got 1-D on meta",
+        "indices: expected a tensor on (cpu|cuda:0), got one on meta",
     ),
     "offsets on another device": (
         changed("offsets", lambda o: o.to("meta")),
         ValueError,
-        "offsets: expected a contiguous 1-D tensor on (cpu|cuda:0), got 1-D on meta",
+        "offsets: expected a tensor on (cpu|cuda:0), got one on meta",
     ),
     "offsets that the tables do not divide": (
         changed("offsets", lambda o: o[:-1]),
@@ -211,17 +211,17 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "factors of float16": (
         lambda: {"per_sample_weights": factors(dtype=torch.float16)},
         TypeError,
-        r"per_sample_weights: expected float32 on .*, got torch\.float16",
+        r"per_sample_weights: expected float32, got torch\.float16",
     ),
     "factors on another device": (
         lambda: {"per_sample_weights": factors(device="meta")},
-        TypeError,
-        "per_sample_weights: expected float32 on .*, got torch.float32 on meta",
+        ValueError,
+        "per_sample_weights: expected a tensor on (cpu|cuda:0), got one on meta",
     ),
     "too few factors": (
         lambda: {"per_sample_weights": factors()[1:]},
         ValueError,
-        r"per_sample_weights: expected a contiguous tensor of the shape of indices, \[12\], got \[11\]",
+        r"per_sample_weights: expected shape \[12\], got \[11\]",
     ),
     "factors with gaps": (
         lambda: {"per_sample_weights": factors().repeat_interleave(2)[::2]},

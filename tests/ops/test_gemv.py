@@ -222,11 +222,11 @@ def test_autograd_compile_and_fake_tensors(backend: str) -> None:
 
 _WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"weight": [[1.0]]}, TypeError, "weight: expected a tensor, got list"),
-    ({"weight": torch.ones(COLUMNS)}, ValueError, "weight: expected [M, K], got shape [24]"),
+    ({"weight": torch.ones(COLUMNS)}, ValueError, "weight: expected shape [M, K], got [24]"),
     ({"weight": torch.ones(ROWS, COLUMNS).int()}, TypeError, "weight: expected float32, float16 or bfloat16"),
-    ({"x": torch.ones(COLUMNS + 1)}, ValueError, "x: expected [24] or [N, 24]"),
+    ({"x": torch.ones(COLUMNS + 1)}, ValueError, "x: expected shape [24] or [N, 24]"),
     ({"x": torch.ones(17, COLUMNS)}, ValueError, "x: expected 1 to 16 vectors, got 17"),
-    ({"x": torch.ones(COLUMNS).half()}, TypeError, "x: expected the weight's dtype torch.float32, got torch.float16"),
+    ({"x": torch.ones(COLUMNS).half()}, TypeError, "x: expected weight's dtype torch.float32, got torch.float16"),
     ({"bias": torch.ones(ROWS + 1)}, ValueError, "bias: expected shape [21], got [22]"),
     ({"residual": torch.ones(3, ROWS)}, ValueError, "residual: expected shape [21], got [3, 21]"),
     ({"out": torch.ones(ROWS, 2)}, ValueError, "out: expected shape [21], got [21, 2]"),

@@ -193,7 +193,7 @@ class Launch:
     def plan(self) -> ProbePlan:
         world = current()
         plans: Plans[ProbePlan] = PROBE.state(world).plans
-        return plans.find(self._key) or plans.make(self._key, lambda: ProbePlan(world, self._key))
+        return plans.get(self._key, lambda: ProbePlan(world, self._key))
 
     def __call__(self, words: range) -> None:
         plan = self.plan()

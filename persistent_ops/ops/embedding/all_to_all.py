@@ -189,7 +189,7 @@ def _recorded(
         first = () if arrived is None else (arrived, None, None)
         launch = functools.partial(_unrecorded, weights, *first, out=None, choices=choices, tables=weights)
     elif arrived is None:
-        launch = functools.partial(_launched_under, world, key, weights)
+        launch = functools.partial(_launched, world, _plans(world), key, weights)
     else:
         launch = functools.partial(_launched_from, world, key, weights, arrived.sources)
     call = EmbeddingCall(world, key, weights, arrived)
@@ -268,8 +268,8 @@ def _as_before(
     if known is None:
         kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
         known = tables.keep_call(call, (Choices.of(weights, *choices), kind))
-    plan = state.plans.find((world.team, tables, state.tuning, *known))  # which equals an EmbeddingKey
-    return None if plan is None else _launched(world, plan, weights, indices, offsets, per_sample_weights, out)
+    key = EmbeddingKey(world.team, tables, state.tuning, *known)
+    return _launched(world, state.plans, key, weights, indices, offsets, per_sample_weights, out)
 
 
 def _may_record() -> bool:
@@ -323,7 +323,7 @@ def pool_alone(
     kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
     dims, batch = sum(weight.shape[1] for weight in weights), (offsets.numel() - 1) // len(weights)
     key = _key(world, world.alone, weights, kind, (dims,), (batch,), None, None, mode, bounds, SCHEDULES[0])
-    return _launched_under(world, key, weights, indices, offsets, per_sample_weights)
+    return _launched(world, _plans(world), key, weights, indices, offsets, per_sample_weights)
 
 
 def _complete(
@@ -361,11 +361,12 @@ def _run(
     """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
     key = _key(world, world.team, weights, LookupKind.of_batch(indices, offsets, per_sample_weights), *choices)
-    return _launched_under(world, key, weights, indices, offsets, per_sample_weights, out)
+    return _launched(world, _plans(world), key, weights, indices, offsets, per_sample_weights, out)
 
 
-def _launched_under(
+def _launched(
     world: _world.World,
+    plans: Plans[EmbeddingPlan],
     key: EmbeddingKey,
     weights: Sequence[torch.Tensor],
     indices: torch.Tensor,
@@ -373,23 +374,13 @@ def _launched_under(
     per_sample_weights: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    plan = _plans(world).find(key)
-    if plan is None:
+    """Find or make the plan, check what may change from call to call, launch, return the result."""
+
+    def build() -> EmbeddingPlan:
         check_types(weights, indices, offsets, per_sample_weights, *key.choices, out=out)
-        plan = _new_plan(world, key, weights)
-    return _launched(world, plan, weights, indices, offsets, per_sample_weights, out)
+        return _new_plan(world, key, weights)
 
-
-def _launched(
-    world: _world.World,
-    plan: EmbeddingPlan,
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Check what may change from call to call, launch a plan, return the result."""
+    plan = plans.get(key, build)
     world.workspace.changes.check("weights", weights)
     plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
@@ -429,10 +420,12 @@ def _launched_from(
     sources: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    plan = _plans(world).find(key)
-    if plan is None:
+
+    def build() -> EmbeddingPlan:
         check_tables_and_split(weights, *key.choices, out=out)
-        plan = _new_plan(world, key, weights)
+        return _new_plan(world, key, weights)
+
+    plan = _plans(world).get(key, build)
     world.workspace.changes.check("weights", weights)
     if out is not None:
         plan.check_output(out, weights, {})
@@ -458,13 +451,8 @@ def _plans(world: _world.World) -> Plans[EmbeddingPlan]:
 
 
 def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
-    """Make a key's plan, and keep it."""
-
-    def make() -> EmbeddingPlan:
-        dim_per_rank, batch_per_rank, *_ = completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
-        return EmbeddingPlan(world, key, weights, dim_per_rank, batch_per_rank)
-
-    return _plans(world).make(key, make)
+    dim_per_rank, batch_per_rank, *_ = completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
+    return EmbeddingPlan(world, key, weights, dim_per_rank, batch_per_rank)
 
 
 def _place_of(world: _world.World, out: torch.Tensor) -> int:

@@ -341,7 +341,7 @@ class EmbeddingOptimizer:
         plans: Plans[BackwardPlan] = OPERATOR.state(world).plans
         own = self._own
         # A CUDA graph keeps what its launches read and write.
-        plan = plans.find(key, *weights, *own) or plans.make(key, lambda: self._plan(world, key, weights))
+        plan = plans.get(key, lambda: self._plan(world, key, weights), *weights, *own)
         factors = inputs.factors
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
         early_wgs = plan.early_wgs

@@ -48,7 +48,7 @@ def check_types(
     check_tables_and_split(weights, dim_per_rank, batch_per_rank, *choices, out=out)
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dim() != 1:
-            raise ValueError(f"{name}: expected a contiguous 1-D tensor on the tables' device, got {tensor.dim()}-D")
+            raise ValueError(f"{name}: expected shape [n], got {list(tensor.shape)}")
 
 
 def check_tables_and_split(

@@ -283,7 +283,7 @@ def gradient_plan(
     def build() -> BackwardPlan:
         return BackwardPlan(world, key, weights, [()] * len(weights), GRADIENT, "none", "nearest", {})
 
-    return plans.find(key, *weights, *written) or plans.make(key, build)
+    return plans.get(key, build, *weights, *written)
 
 
 def _tensors(weights: Sequence[torch.Tensor]) -> dict[tuple[int, ...], torch.Tensor]:

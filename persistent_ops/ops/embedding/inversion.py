@@ -457,4 +457,4 @@ def _plan(
     items = tuning.items or _choose_items(world, tuning, num_lookups, 8 if _is_small(rows, lookups=lookups) else 16)
     key = InversionKey(world.alone, rows, *dtypes, counts, lookups, items, room_for, tuning)
     plans: Plans[InversionPlan] = state.plans
-    return plans.find(key) or plans.make(key, lambda: InversionPlan(world, key))
+    return plans.get(key, lambda: InversionPlan(world, key))

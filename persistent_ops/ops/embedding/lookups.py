@@ -200,8 +200,8 @@ class InputExchange:
             self._bounds,
             inputs.gives_gradients,
         )
-        plan: InputsPlan | None = state.plans.find(key, *used)
-        return plan or state.plans.make(key, lambda: InputsPlan(world, self.workspace, key))
+        plan: InputsPlan = state.plans.get(key, lambda: InputsPlan(world, self.workspace, key), *used)
+        return plan
 
     def enlarged(self, sources: torch.Tensor) -> Capacity:
         """Return a capacity for all messages of an exchange; collective."""

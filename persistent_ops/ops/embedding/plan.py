@@ -18,6 +18,7 @@ from ...runtime.operator import Operator
 from ...runtime.overlap import check_apart
 from ...runtime.plans import Plan
 from ...runtime.team import ALONE, Team
+from ...runtime.tensor_specs import TensorSpec, TensorSpecs
 from ...runtime.tuning import BoundedTuning, at_least
 from ...runtime.world import World, upload
 from .checks import check_choices, check_split, check_tables, check_wire
@@ -102,6 +103,11 @@ OPERATOR = Operator(
     input_errors={"kBadIndex": _bad_index, "kBadOffset": _bad_offset},
     max_plans=256,  # a plan holds a few KB, and shapes that change without end must not collect
     default_tuning=Tuning(),
+)
+_LOOKUPS = TensorSpecs(
+    TensorSpec("indices", "n", tuple(INDEX_TYPES)),
+    TensorSpec("offsets", "num_offsets", tuple(INDEX_TYPES)),
+    TensorSpec("per_sample_weights", "n", (torch.float32,)),
 )
 
 
@@ -378,25 +384,20 @@ class EmbeddingPlan(Plan):
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
     ) -> None:
         """Raise for what may change from call to call under one signature."""
-        for name, tensor in (("indices", indices), ("offsets", offsets)):
-            if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != self._device:
-                how = "" if tensor.is_contiguous() else " and not contiguous"
-                raise ValueError(
-                    f"{name}: expected a contiguous 1-D tensor on {self._device}, got {tensor.dim()}-D{how} on "
-                    f"{tensor.device}"
-                )
-        if per_sample_weights is None:
-            return
-        if per_sample_weights.dtype != torch.float32 or per_sample_weights.device != self._device:
-            raise TypeError(
-                f"per_sample_weights: expected float32 on {self._device}, got {per_sample_weights.dtype} on "
-                f"{per_sample_weights.device}"
-            )
-        if per_sample_weights.shape != indices.shape or not per_sample_weights.is_contiguous():
-            raise ValueError(
-                f"per_sample_weights: expected a contiguous tensor of the shape of indices, {list(indices.shape)}, got "
-                f"{list(per_sample_weights.shape)}"
-            )
+        device = self._device
+        for tensor in (indices, offsets):
+            if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
+                break
+        else:
+            given = per_sample_weights
+            if given is None or (
+                given.dtype == torch.float32
+                and given.shape == indices.shape
+                and given.is_contiguous()
+                and given.device == device
+            ):
+                return
+        _LOOKUPS.check(device, indices, offsets, per_sample_weights)  # raises
 
     def check_output(
         self, out: torch.Tensor, weights: Sequence[torch.Tensor], lookups: Mapping[str, torch.Tensor | None]

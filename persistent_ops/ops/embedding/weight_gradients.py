@@ -95,7 +95,7 @@ def return_gradients(world: World, lookups: Lookups, products: torch.Tensor) -> 
     state = OPERATOR.state(world)
     plans: Plans[ReturnPlan] = state.plans
     key = ReturnKey(world.team, lookups.layout, lookups.capacity_matrix, state.tuning)
-    plan = plans.find(key, lookups.sources) or plans.make(key, lambda: ReturnPlan(world, key))
+    plan = plans.get(key, lambda: ReturnPlan(world, key), lookups.sources)
     return plan.launch(lookups, products)
 
 

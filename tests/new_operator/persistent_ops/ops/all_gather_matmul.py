@@ -171,7 +171,7 @@ def _run(a: torch.Tensor, bs: Sequence[torch.Tensor], num_pes: int) -> _Results:
     is_aligned = not (a.data_ptr() | a.nbytes) % _VECTOR_BYTES
     key = _Key(world.team, tuple(a.shape), a.dtype, tuple(b.shape[1] for b in bs), is_aligned, state.tuning)
     plans: Plans[_Plan] = state.plans
-    plan = plans.find(key) or plans.make(key, lambda: _Plan(world, key))
+    plan = plans.get(key, lambda: _Plan(world, key))
     return plan.launch(a, bs)
 
 
