@@ -180,7 +180,7 @@ class GemvAllReduce(Experiment[str]):
         """Compile what will be called, the PEs side by side."""
         # Without prefetching, "auto" takes the kernel of one of the other two.
         wanted = [
-            (choice, self._methods(name)) for choice in ("one_shot", "two_phase", "prefetch") for name in self._sizes
+            (choice, self._methods(name)) for choice in ("one_shot", "two_shot", "prefetch") for name in self._sizes
         ]
         attempts = [functools.partial(problem_of, self.world, m, choice, Tuning()) for choice, m in wanted]
         for number, problem in compile_together(self.world, attempts).items():

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on GPUs, fp32 on the host")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and prompts")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the small kernels (default: on GPUs)")
-    parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_phase"), default="auto")
+    parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_shot"), default="auto")
     parser.add_argument("--comm-dtype", choices=("own",), help="own: fused sums travel in the weights' dtype, not fp32")
     parser.add_argument("--prefetch", action="store_true", help="weights of fused products (default: no)")
     parser.add_argument(

@@ -20,7 +20,7 @@ from serially import serially
 import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
 
-ALGORITHMS = ("one_shot", "two_phase")
+ALGORITHMS = ("one_shot", "two_shot")
 # iteration -> what it passes beside weight and x. "in place": out is the residual.
 WAYS = ((), ("bias",), ("residual",), ("bias", "residual", "out"), ("bias", "residual", "in place"), ("out",))
 

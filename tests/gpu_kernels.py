@@ -200,7 +200,7 @@ def gemv(
         arena_bytes=0,
         is_aligned=is_aligned,
         is_resident=is_resident,
-        two_phase=algorithm == "two_phase",
+        two_shot=algorithm == "two_shot",
         prefetches=prefetches,
         lets_in=lets_in,
     )
@@ -256,7 +256,7 @@ def _sample() -> Iterator[GpuKernel]:
         yield barrier(arch)
         yield backward(BF16, "rowwise_adagrad", "weighted sum", arch=arch)
         yield _first_of_stream(arch)
-    yield gemv(BF16, 16, "two_phase", lets_in="kAtEnd")
+    yield gemv(BF16, 16, "two_shot", lets_in="kAtEnd")
     yield _first_of_stream("sm_90").traced()
     yield sparse(BF16, 8192, "owner")
     yield sparse(FP16, 8192, "allgather")
@@ -312,7 +312,7 @@ def _lookups() -> Iterator[GpuKernel]:
 
 def _sums() -> Iterator[GpuKernel]:
     early: dict[str, Any] = {"prefetches": True, "lets_in": "kLate"}
-    for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_phase")):
+    for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_shot")):
         yield gemv(dtype, vectors, algorithm, lets_in="kAtEnd")
         yield gemv(dtype, vectors, algorithm, comm_dtype=dtype, is_aligned=False, is_resident=False)
         if vectors == 1:

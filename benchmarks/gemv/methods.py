@@ -34,7 +34,7 @@ __all__ = [
 LABELS = {
     "fused": "fused",
     "one_shot": "fused, one-shot",
-    "two_phase": "fused, two-phase",
+    "two_shot": "fused, two-shot",
     "prefetch": "fused, weight prefetch",
     "gemv_alone": "own GEMV alone",
     "gemv_alone_prefetch": "own GEMV alone, weight prefetch",
@@ -58,7 +58,7 @@ class Choice:
 CHOICES = {
     "fused": Choice(),
     "one_shot": Choice("one_shot"),
-    "two_phase": Choice("two_phase"),
+    "two_shot": Choice("two_shot"),
     "prefetch": Choice(prefetch_weight=True),
     "gemv_alone": Choice(),
     "gemv_alone_prefetch": Choice(prefetch_weight=True),

@@ -2,7 +2,7 @@
 //
 // A WG has the same tiles of rows on every PE. Teams of warps share a tile's columns; two more warps add the parts of a tile
 // up as soon as they are there and send it at once, as packets that carry data and flag together: to every PE, itself too
-// (one shot), or to the tile's owner (two phases), which adds the PEs' sums up in rank order and sends every PE the
+// (one shot), or to the tile's owner (two shots), which adds the PEs' sums up in rank order and sends every PE the
 // rounded result. In the end each WG waits for the packets of its own tiles. Nobody waits for credit: areas of packets
 // take turns by the epoch's parity, and a PE is in launch e + 1 only when all have ended e - 1 (cuda/DESIGN.md, "Packets").
 //
@@ -30,7 +30,7 @@ struct Config {
   int warps = 8;                       // that multiply
   bool aligned = true;                 // all rows begin at multiples of 16 bytes
   bool resident = true;                // the vectors find room in shared memory
-  bool two_phase = false;
+  bool two_shot = false;
   bool prefetches = false;  // asks for weights before the kernel before it has ended
   LetsIn lets_in = LetsIn::kAtOnce;
   int pes = kPeStep;  // for which there is room
@@ -44,11 +44,11 @@ struct Traits {
   static constexpr bool kAligned = kConfig.aligned;
   static constexpr bool kResident = kConfig.resident;
   static constexpr int kDepth = kConfig.depth;
-  static constexpr bool kTwoPhase = kConfig.two_phase;
+  static constexpr bool kTwoShot = kConfig.two_shot;
   static constexpr int kPes = kConfig.pes;
   static constexpr int kSumsPerPacket = 8 / static_cast<int>(sizeof(typename SumScalar::Storage));
   // Results that one thread finishes: what one packet brings, or, where a packet carries them on, what fills one.
-  static constexpr int kItem = kTwoPhase ? 8 / static_cast<int>(sizeof(typename Scalar::Storage)) : kSumsPerPacket;
+  static constexpr int kItem = kTwoShot ? 8 / static_cast<int>(sizeof(typename Scalar::Storage)) : kSumsPerPacket;
   static constexpr int kComputing = kConfig.warps;
   static constexpr int kServing = kServingWarps;  // kSlots is a multiple, so a slot always meets the same
   static constexpr int kPacketsPerItem = kItem / kSumsPerPacket;
@@ -60,12 +60,12 @@ struct Traits {
   static constexpr bool kHasFewRegisters = kSharesSm || kComputing + kServing > 16;
   // That a warp multiplies at once; like the next one, as many as there are registers for.
   static constexpr int kStepsAtOnce = kVectors > 1 && sizeof(typename Scalar::Storage) == 2 &&
-                                              (kSharesSm ? !kTwoPhase : !kHasFewRegisters)
+                                              (kSharesSm ? !kTwoShot : !kHasFewRegisters)
                                           ? kMostStepsAtOnce
                                           : 1;
   // Senders whose packets are looked at together.
-  static constexpr int kSendersAtOnce = kSharesSm          ? (kTwoPhase ? 2 : 8)
-                                        : kHasFewRegisters ? (kTwoPhase ? 1 : 4)
+  static constexpr int kSendersAtOnce = kSharesSm          ? (kTwoShot ? 2 : 8)
+                                        : kHasFewRegisters ? (kTwoShot ? 1 : 4)
                                                            : 8 / kPacketsPerItem;
   static constexpr int kSlots = slots_of(kVectors);  // tiles of a WG that may be under way in shared memory
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
@@ -202,7 +202,7 @@ struct Kernel {
  private:
   static PO_FN RowTiles tiles_of(const WorkGroup& wg, const Call& call) {
     return RowTiles::of_wg(wg.index(), wg.count(), ceil_div(call.shape.num_rows(), kTileRows), call.shape.rank,
-                           Traits::kTwoPhase ? call.shape.size : 1);
+                           Traits::kTwoShot ? call.shape.size : 1);
   }
 
   // Where weights are prefetched, the threads that bring a lone vector.

@@ -70,7 +70,7 @@ class Options:
         if self.prompt is not None and not self.prompt:
             raise ValueError("prompt must have at least one token")
         choices = (("backend", ("auto", "cuda", "host")), ("dtype", (None, *DTYPES)), ("comm_dtype", (None, "own")))
-        for name, known in (*choices, ("algorithm", ("auto", "one_shot", "two_phase"))):
+        for name, known in (*choices, ("algorithm", ("auto", "one_shot", "two_shot"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")
         if self.reference and self.model in SIZES and self.model != "tiny":

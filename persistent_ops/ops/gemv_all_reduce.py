@@ -43,11 +43,11 @@ def gemv_all_reduce(
             PE, K_r may differ and may be 0. Rows of a multiple of 16 bytes take the fast path.
         x: `[K_r]`, or `[N, K_r]` with N from 1 to 16, contiguous, dtype of the weight.
         bias: `[M]`, dtype of the weight; added once. The PEs pass one all or none. A captured graph keeps reading it.
-        residual: of the result's shape and dtype; added once. The PEs pass one all or none. In two phases a row's owner
+        residual: of the result's shape and dtype; added once. The PEs pass one all or none. In two shots a row's owner
             adds its own bias and residual, so all PEs get its sum.
         out: of the result's shape, contiguous, any memory of the device; it may be `residual`, and overlaps
             nothing else that is passed.
-        algorithm: "one_shot" sends each PE's sums to every PE, "two_phase" to the owner of a row, which sends every PE
+        algorithm: "one_shot" sends each PE's sums to every PE, "two_shot" to the owner of a row, which sends every PE
             the result: fewer bytes, one more latency. "auto" chooses by the bytes that a PE would send.
         comm_dtype: of the sums under way: None for float32, which keeps the result within the error of an fp32 sum
             rounded once, or the weight's dtype for half the bytes and one more rounding per PE.

@@ -38,7 +38,7 @@ __all__ = [
     "team_factor",
 ]
 
-ALGORITHMS = ("auto", "one_shot", "two_phase")
+ALGORITHMS = ("auto", "one_shot", "two_shot")
 MAX_VECTORS = 16
 _NAME = "gemv_all_reduce"
 _PACKETS = "packets"  # an area: sums in two parities, then results in two
@@ -59,7 +59,7 @@ class Tuning(BoundedTuning):
         depth: steps of 1 KiB that a warp copies ahead; None for what suits the shape (`choose_depth`). More makes the
             vectors, and the first tile, come later.
         work_groups: None for one per SM, or per tile where there are fewer. All PEs must agree.
-        one_shot_bytes: the most bytes that a PE sends, to all others together, before "auto" takes two phases.
+        one_shot_bytes: the most bytes that a PE sends, to all others together, before "auto" takes two shots.
     """
 
     warps: int = 8
@@ -75,7 +75,7 @@ OPERATOR = Operator(
         "vectors",
         Field.dtype("dtype", list(SCALARS)),
         Field.dtype("comm_dtype", list(SCALARS)),
-        Field.flag("two_phase"),
+        Field.flag("two_shot"),
         Field.flag("bias"),
         Field.flag("residual"),
         "work_groups",
@@ -134,7 +134,7 @@ def choose_algorithm(world: World, key: GemvKey) -> str:
     """Return what "auto" means."""
     tuning = key.tuning or OPERATOR.default_tuning
     sent = (world.size - 1) * key.rows * key.num_vectors * 2 * (key.comm_dtype or torch.float32).itemsize
-    return "two_phase" if sent > tuning.one_shot_bytes else "one_shot"
+    return "two_shot" if sent > tuning.one_shot_bytes else "one_shot"
 
 
 def choose_depth(bytes_per_wg: int, room_for_two: int) -> int:
@@ -239,7 +239,7 @@ def _request_of(world: World, key: GemvKey, tuning: Tuning, wg_rows: int) -> Ker
         arena_bytes=arena_bytes,
         is_aligned=key.is_aligned,
         is_resident=is_resident,
-        two_phase=key.algorithm == "two_phase",
+        two_shot=key.algorithm == "two_shot",
         prefetches=prefetches,
         lets_in=_lets_in(depth <= room_for_two, prefetches, bytes_per_wg),
     ).with_config(pes=key.team.room)
@@ -282,7 +282,7 @@ class GemvPlan(Plan):
         tile_rows = OPERATOR.description.constants["kTileRows"]
         if columns > (most := OPERATOR.description.constants["kMaxColumns"]):
             raise ValueError(f"weight: at most {most} columns per PE, got {columns}")
-        self.is_two_phase = key.algorithm == "two_phase"
+        self.is_two_shot = key.algorithm == "two_shot"
         self._element, self._columns = key.dtype.itemsize, columns
         packets, max_tiles = _packets(world, key)
         if max_tiles == 0:
@@ -297,7 +297,7 @@ class GemvPlan(Plan):
         request = _request_of(world, key, tuning, -(-tiles_each // grid) * tile_rows)
         self._kernel: Kernel = world.load(request, team)
         check_resident(self._kernel, grid, choices="warps, depth, work_groups")
-        chosen = (rows, num_vectors, key.dtype, _comm_dtype(key), self.is_two_phase)
+        chosen = (rows, num_vectors, key.dtype, _comm_dtype(key), self.is_two_shot)
         pack = OPERATOR.description.queries["packed_shape"]
         self._launches: list[_Launch] = []
         for first_tile in range(0, total_tiles, tiles_each):
@@ -407,7 +407,7 @@ def kernel_request(
     arena_bytes: int,
     is_aligned: bool,
     is_resident: bool,
-    two_phase: bool,
+    two_shot: bool,
     prefetches: bool,
     lets_in: str,
 ) -> KernelRequest:
@@ -426,7 +426,7 @@ def kernel_request(
             "warps": warps,
             "aligned": is_aligned,
             "resident": is_resident,
-            "two_phase": two_phase,
+            "two_shot": two_shot,
             "prefetches": prefetches,
             "lets_in": f"po::LetsIn::{lets_in}",
         },

@@ -43,7 +43,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     ceilings = {line["pes"]: line for line in lines_of(tmp_path, "ceilings")}
 
     times = lines_of(tmp_path, "time")
-    together = ["fused", "one_shot", "two_phase", "prefetch", "cublas_alone", "cublas_nccl"]
+    together = ["fused", "one_shot", "two_shot", "prefetch", "cublas_alone", "cublas_nccl"]
     alone = ["gemv_alone", "gemv_alone_prefetch", "cublas_alone"]
     assert [(line["pes"], line["shape_name"], line["method"]) for line in times] == [
         (pes, shape, method)
@@ -102,8 +102,8 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[torch.Tensor, di
         ("8192x1024", lambda x, options: True, "from the fp64 result as rounding explains"),
         (
             "8192x1024",
-            lambda x, options: options["algorithm"] == "two_phase",
-            "two_phase, copy 0: other bits than fused",
+            lambda x, options: options["algorithm"] == "two_shot",
+            "two_shot, copy 0: other bits than fused",
         ),
         (
             "8192x1024",

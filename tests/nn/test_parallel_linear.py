@@ -55,7 +55,7 @@ CASES = [
     ),
     Case("sums in bf16", dtype=torch.bfloat16, options=(("comm_dtype", torch.bfloat16),)),
     Case("one shot", options=(("algorithm", "one_shot"),)),
-    Case("two phases, prefetched", options=(("algorithm", "two_phase"), ("prefetch_weight", True))),
+    Case("two shots, prefetched", options=(("algorithm", "two_shot"), ("prefetch_weight", True))),
 ]
 
 
@@ -502,7 +502,7 @@ EXPECTED_ERRORS = {
     "residual elsewhere": "residual: expected a tensor on {device}, as x is, got one on meta",
     "dtype elsewhere": "x: expected weight's dtype torch.float32, got torch.float16",
     "elsewhere": "x: expected a tensor on {device}, got one on meta",
-    "algorithm": "algorithm: expected one of 'auto', 'one_shot', 'two_phase', got 'ring'",
+    "algorithm": "algorithm: expected one of 'auto', 'one_shot', 'two_shot', got 'ring'",
     "no group": "call init_process_group on every PE",
     "gradient": "RowParallelLinear is forward only",
     "comm_dtype": "comm_dtype: expected None, torch.float32 or the weight's dtype torch.float16, got torch.bfloat16",

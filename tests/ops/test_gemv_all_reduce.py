@@ -313,7 +313,7 @@ def _huge(transport: str) -> list[str]:
     problems = []
     for case in _HUGE[transport]:
         weight = make_inputs(case, po.world_size(), 0).weights[po.rank()].to(po.device())
-        for iteration, algorithm in ((0, "one_shot"), (3, "two_phase"), (4, "one_shot"), (2, "auto"), (4, "two_phase")):
+        for iteration, algorithm in ((0, "one_shot"), (3, "two_shot"), (4, "one_shot"), (2, "auto"), (4, "two_shot")):
             inputs = make_inputs(case, po.world_size(), iteration)
             x = inputs.xs[po.rank()].to(po.device())
             bias, residual = (None if t is None else t.to(po.device()) for t in (inputs.bias, inputs.residual))
@@ -388,7 +388,7 @@ def _operator_and_function() -> list[str]:
             results = {"operator": operators.gemv_all_reduce(*tensors, "auto", None, False)}
             results["prefetch"] = po.gemv_all_reduce(weight, x, **given, prefetch_weight=True)
             results["out"] = torch.full_like(function, float("nan"))
-            nothing = operators.gemv_all_reduce_out(*tensors, "two_phase", None, False, out=results["out"])
+            nothing = operators.gemv_all_reduce_out(*tensors, "two_shot", None, False, out=results["out"])
             with torch.no_grad():
                 parameter = torch.nn.Parameter(weight)
                 results["parameter"] = po.gemv_all_reduce(parameter, x, **given)
@@ -482,7 +482,7 @@ def _fake_tensors() -> list[str]:
                 tensors = _arguments(vectors, dtype, bias=True, residual=True)
                 weight, x, bias, residual = (None if t is None else mode.from_tensor(t) for t in tensors)
                 assert weight is not None and x is not None
-                for options in ({}, {"algorithm": "two_phase"}, {"comm_dtype": dtype}, {"prefetch_weight": True}):
+                for options in ({}, {"algorithm": "two_shot"}, {"comm_dtype": dtype}, {"prefetch_weight": True}):
                     result = po.gemv_all_reduce(weight, x, bias=bias, residual=residual, **options)  # type: ignore[arg-type]
                     kind = (type(result), tuple(result.shape), result.dtype, result.device)
                     if kind != (FakeTensor, shape, dtype, po.device()):
@@ -536,7 +536,7 @@ class Block(torch.nn.Module):
         inner = torch.relu(torch.nn.functional.linear(hidden, self.up))
         hidden = po.gemv_all_reduce(self.down, inner, bias=self.bias, residual=hidden, algorithm="one_shot")
         out = torch.empty_like(hidden)
-        po.gemv_all_reduce(self.down, torch.relu(inner - 1), residual=hidden, out=out, algorithm="two_phase")
+        po.gemv_all_reduce(self.down, torch.relu(inner - 1), residual=hidden, out=out, algorithm="two_shot")
         return 2 * out
 
 

@@ -270,12 +270,12 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     "algorithm": (
         lambda: {"algorithm": "ring"},
         ValueError,
-        "algorithm: expected one of 'auto', 'one_shot', 'two_phase', got 'ring'",
+        "algorithm: expected one of 'auto', 'one_shot', 'two_shot', got 'ring'",
     ),
     "algorithm that is no text": (
         lambda: {"algorithm": None},
         ValueError,
-        "algorithm: expected one of 'auto', 'one_shot', 'two_phase', got None",
+        "algorithm: expected one of 'auto', 'one_shot', 'two_shot', got None",
     ),
     "comm_dtype of neither": (
         lambda: {"comm_dtype": torch.bfloat16},

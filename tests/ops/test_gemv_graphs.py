@@ -103,7 +103,7 @@ def _products(prefetches: tuple[bool, ...], count: int) -> Chain:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         first = po.gemv_all_reduce(own[0], x, prefetch_weight=prefetches[0])
-        second = po.gemv_all_reduce(own[1], first, residual=first, prefetch_weight=prefetches[1], algorithm="two_phase")
+        second = po.gemv_all_reduce(own[1], first, residual=first, prefetch_weight=prefetches[1], algorithm="two_shot")
         return po.gemv_all_reduce(own[2], second, prefetch_weight=prefetches[2])
 
     def expected(x: torch.Tensor) -> torch.Tensor:
@@ -176,7 +176,7 @@ class TestGraphs(ChainSuite):
 
     @classmethod
     def eager_calls(cls) -> list[Call]:
-        return [_call(_ONE, "one_shot"), _call(_ODD, "two_phase"), _call(_FEW, "auto")]
+        return [_call(_ONE, "one_shot"), _call(_ODD, "two_shot"), _call(_FEW, "auto")]
 
     @classmethod
     def first_calls(cls) -> dict[str, Call]:

@@ -146,7 +146,7 @@ class TestFaults(ProtocolSuite):
     operator = "gemv_all_reduce(world_size=3, "
     ways = ALGORITHMS
     heap_bytes = 32 * MB
-    absences = (("one_shot", "auto"), ("two_phase", "auto"), ("two_phase", "staged"))
+    absences = (("one_shot", "auto"), ("two_shot", "auto"), ("two_shot", "staged"))
     mismatches: ClassVar = {
         "rows": _other(Case("other rows", 40, lambda rank: 16, 2), "rows=40", "rows=32"),
         "rows of the same tiles": _other(Case("rows of tiles", 31, lambda rank: 16, 2), "rows=31", "rows=32"),
@@ -155,14 +155,14 @@ class TestFaults(ProtocolSuite):
         "rows and vectors exchanged": _other(Case("MN", 16, lambda rank: 16, 4), "rows=16", "vectors=4"),
         "dtype": _other(Case("other dtype", 32, lambda rank: 16, 2, torch.float16), "dtype="),
         "comm_dtype": _other(Case("comm", 32, lambda rank: 16, 2, comm_dtype="own"), "comm_dtype="),
-        "algorithm": _other(_OTHER, "two_phase=True", "two_phase=False", algorithm="two_phase"),
+        "algorithm": _other(_OTHER, "two_shot=True", "two_shot=False", algorithm="two_shot"),
         "no bias": _other(_OTHER, "bias=False", "bias=True", bias=None),
         "a residual": Mismatch(_with_residual, ["residual=True", "residual=False"]),
         "barrier": Mismatch(po.barrier, ["barrier"]),
         "embedding_all_to_all": Mismatch(lambda: _exchange(1), ["embedding_all_to_all"]),
     }
     first_call = "gemv_all_reduce"
-    deaths = (("stopped", "two_phase"), ("killed", "one_shot"))
+    deaths = (("stopped", "two_shot"), ("killed", "one_shot"))
     deaths_on_gpus = (("stopped", "one_shot"),)
 
     @classmethod

@@ -82,7 +82,7 @@ MUTATIONS = {
     "staged_packets_before_their_word": Mutation((Condition("staged-behind-word", "true"),), STAGED, RACE),
     "no_fence_behind_put_packets": Mutation((Drop("packets-fence"),), STAGED, RACE),
     "results_are_put_before_they_are_there": Mutation(
-        (Drop("results-sync"),), f"{STAGED} --threads=5", RACE, build="two_phase"
+        (Drop("results-sync"),), f"{STAGED} --threads=5", RACE, build="two_shot"
     ),
     "each_warp_counts_its_wg": Mutation(
         (Swap("one-warp-counts", "wg.warp_index() == 0 ? num_steps : 0", "num_steps"),),
@@ -100,7 +100,7 @@ MUTATIONS = {
         (Swap("results-parity", "parity() * plan_.results_bytes", "0"),),
         BEHIND_TROUBLE_STAGED,
         RACE,
-        build="two_phase",
+        build="two_shot",
     ),
     "own_sums_are_late_like_a_peer_s": Mutation(
         (Swap("wait-bound", "peer != team.rank", "true"),), CASES["own_sums_come_late"], {Exit.TIMED_OUT}
@@ -113,16 +113,16 @@ MUTATIONS = {
         (Swap("results-take-part", "shared_.takes_part == 0", "false"),),
         BEHIND_TROUBLE_STAGED,
         RACE | {Exit.TOOK_PART},
-        build="two_phase",
+        build="two_shot",
     ),
 }
 
 
-def _build(two_phase: str) -> Build:
-    config = f".vectors = 8, .depth = 1, .two_phase = {two_phase}, .lets_in = po::LetsIn::kLate"
+def _build(two_shot: str) -> Build:
+    config = f".vectors = 8, .depth = 1, .two_shot = {two_shot}, .lets_in = po::LetsIn::kLate"
     return Build((f"-DDRIVER_CONFIG={{.scalar = po::DType::kFloat32, {config}}}",))
 
 
 class TestGemvAllReduce(SanitizerSuite):
-    builds: ClassVar = {"one_shot": _build("false"), "two_phase": _build("true")}
+    builds: ClassVar = {"one_shot": _build("false"), "two_shot": _build("true")}
     driver: ClassVar = Driver("gemv_driver.cpp", builds, dict.fromkeys(builds, CASES), MUTATIONS, "one_shot")

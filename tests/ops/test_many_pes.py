@@ -51,7 +51,7 @@ def _sum(*, norms: bool) -> str | None:
 
 
 def _product() -> str | None:
-    return _of(GemvTrial(Product("many PEs", 50, lambda rank: 16 + rank % 3, 2)), "one_shot", "two_phase")
+    return _of(GemvTrial(Product("many PEs", 50, lambda rank: 16 + rank % 3, 2)), "one_shot", "two_shot")
 
 
 def _rows() -> str | None:

@@ -1,6 +1,6 @@
 // The sums of the PEs' tiles meet: packets that carry data and flag together, from every PE to those that want a tile.
 //
-// One shot: a tile's sums go to every PE, and each adds them up. Two phases: they go to the tile's owner, which adds them
+// One shot: a tile's sums go to every PE, and each adds them up. Two shots: they go to the tile's owner, which adds them
 // up and sends every PE the rounded results. Sums are added in rank order. Packets lie at (parity of the epoch, sender,
 // tile), so a packet is there when its flag is, and nobody waits for credit (cuda/DESIGN.md, rows 14 and 15, which also
 // says why no packet is overwritten unread). What goes to a PE that is not reachable is put from this PE's own copy, and
@@ -23,7 +23,7 @@ PO_CONSTANT(kPhaseResult)
 struct PacketPlan {
   uint64_t partials_offset;  // Packet[2 parities][size senders][num_tiles][...]
   uint64_t partials_bytes;   // of one parity
-  uint64_t results_offset;   // Packet[2][num_tiles][...]; two phases only
+  uint64_t results_offset;   // Packet[2][num_tiles][...]; two shots only
   uint64_t results_bytes;
   int64_t all_reachable;
 };
@@ -106,13 +106,13 @@ class PacketExchange {
   // Waits for what peers send of this WG's tiles, and finishes them. All threads, when they know the epoch; none waits for
   // another one of the WG, except where results must be put.
   PO_FN void receive() {
-    const int num_own = Traits::kTwoPhase ? tiles_.num_own() : tiles_.count;
+    const int num_own = Traits::kTwoShot ? tiles_.num_own() : tiles_.count;
     const int num_others = tiles_.count - num_own;
     PO_NO_UNROLL
     for (int i = wg_.rank(); i < num_own * items_per_tile(); i += wg_.size()) {
       reduce_item(tiles_.tile_at(num_others + i / items_per_tile()), i % items_per_tile());
     }
-    if constexpr (Traits::kTwoPhase) {
+    if constexpr (Traits::kTwoShot) {
       if (plan_.all_reachable == 0) put_results(num_others);
       // From the other end of the WG: its first threads may still be at the items above.
       for (int i = wg_.size() - 1 - wg_.rank(); i < num_others * items_per_tile(); i += wg_.size()) {
@@ -156,15 +156,15 @@ class PacketExchange {
 
   // Who gets this PE's sums of a tile: its owner, or all PEs, the next one first and this one last.
   PO_FN int receiver(int tile, int hop) const {
-    if constexpr (Traits::kTwoPhase) return tiles_.owner_of(tile);
+    if constexpr (Traits::kTwoShot) return tiles_.owner_of(tile);
     const int pe = team_.rank + 1 + hop;
     return pe < team_.size ? pe : pe - team_.size;
   }
 
-  PO_FN int num_receivers() const { return Traits::kTwoPhase ? 1 : team_.size; }
+  PO_FN int num_receivers() const { return Traits::kTwoShot ? 1 : team_.size; }
 
   // What goes to a PE that is not reachable is put from this PE's own copy; in one shot this PE is a receiver itself.
-  PO_FN bool sends_to(int pe) const { return Traits::kTwoPhase || is_near(pe); }
+  PO_FN bool sends_to(int pe) const { return Traits::kTwoShot || is_near(pe); }
 
   PO_FN bool has_packet_per_lane(const Warp& warp) const { return packets_per_tile() * num_receivers() <= warp.size(); }
   PO_FN int packet_of_lane(const Warp& warp) const { return warp.rank() % packets_per_tile(); }
@@ -285,7 +285,7 @@ class PacketExchange {
     }
     Results results = {};
     output_.finish(tile, item, sums, addends, results);
-    if constexpr (Traits::kTwoPhase) {
+    if constexpr (Traits::kTwoShot) {
       const Packet packet = packet_of(results);
       if (shared_.takes_part == 0) return;
       const uint64_t offset = result_offset(tile, item);
