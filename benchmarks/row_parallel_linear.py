@@ -121,7 +121,7 @@ def _layer(world: World, weight: torch.Tensor) -> po.nn.RowParallelLinear:
     """Return the layer whose share on this PE is a weight `[M, K_r]`."""
     rows, columns = weight.shape
     layer = po.nn.RowParallelLinear(
-        world.size * columns, rows, bias=False, device="meta", dtype=DTYPE, comm_dtype=DTYPE
+        world.size * columns, rows, bias=False, device="meta", dtype=DTYPE, wire_dtype=DTYPE
     )
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     return layer

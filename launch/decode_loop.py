@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of random weights and prompts")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the small kernels (default: on GPUs)")
     parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_shot"), default="auto")
-    parser.add_argument("--comm-dtype", choices=("own",), help="own: fused sums travel in the weights' dtype, not fp32")
+    parser.add_argument("--wire-dtype", choices=("own",), help="own: fused sums travel in the weights' dtype, not fp32")
     parser.add_argument("--prefetch", action="store_true", help="weights of fused products (default: no)")
     parser.add_argument(
         "--reference", action=argparse.BooleanOptionalAction, help="one PE alone, too (default: tiny only)"
@@ -93,7 +93,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         seed=arguments.seed,
         is_compiled=arguments.compile,
         algorithm=arguments.algorithm,
-        comm_dtype=arguments.comm_dtype,
+        wire_dtype=arguments.wire_dtype,
         prefetch=arguments.prefetch,
         reference=arguments.reference,
         timeout=arguments.timeout,

@@ -35,7 +35,7 @@ class Case:
         vectors: N; 0 for an x of one dimension.
         values: "whole" (small whole numbers), "normal", "ordered" (one column per rank, of sizes far apart: the bits
             follow from the order of the ranks alone) or "cancelling" (odd ranks take away most of what even ones add).
-        comm_dtype: what the call passes; "own" for the dtype of the weight.
+        wire_dtype: what the call passes; "own" for the dtype of the weight.
         is_shifted: tensors begin one element behind an aligned address, in memory that is full of NaN.
     """
 
@@ -45,12 +45,12 @@ class Case:
     vectors: int = 0
     dtype: torch.dtype = torch.bfloat16
     values: str = "whole"
-    comm_dtype: torch.dtype | str | None = None
+    wire_dtype: torch.dtype | str | None = None
     is_shifted: bool = False
 
     @property
     def comm(self) -> torch.dtype | None:
-        return self.dtype if self.comm_dtype == "own" else self.comm_dtype  # type: ignore[return-value]
+        return self.dtype if self.wire_dtype == "own" else self.wire_dtype  # type: ignore[return-value]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,10 +93,10 @@ CASES = [
     Case("no columns on rank 0, fp32", 23, lambda rank: 0 if rank == 0 else 9, 0, _FP32),
     Case("no columns", 19, _always(0), 2, _FP16),
     Case("no rows", 0, _always(24), 3),
-    Case("comm bf16, N 16", 72, _always(1024), 16, comm_dtype="own"),
-    Case("comm fp16", 100, _by_rank(48, 56), 0, _FP16, comm_dtype="own"),
-    Case("comm fp32, N 2", 33, _always(64), 2, comm_dtype=_FP32),
-    Case("comm fp32 of fp32", 33, _always(64), 0, _FP32, comm_dtype="own"),
+    Case("comm bf16, N 16", 72, _always(1024), 16, wire_dtype="own"),
+    Case("comm fp16", 100, _by_rank(48, 56), 0, _FP16, wire_dtype="own"),
+    Case("comm fp32, N 2", 33, _always(64), 2, wire_dtype=_FP32),
+    Case("comm fp32 of fp32", 33, _always(64), 0, _FP32, wire_dtype="own"),
     Case("shifted", 37, _always(64), 0, is_shifted=True),
     Case("shifted, N 7, fp16", 37, _by_rank(33, 40), 7, _FP16, is_shifted=True),
     Case("shifted, N 16, fp32", 20, _always(13), 16, _FP32, is_shifted=True),
@@ -105,15 +105,15 @@ CASES = [
     Case("normal, N 9, fp16", 48, _always(100), 9, _FP16, values="normal"),
     Case("normal, N 12, fp32", 48, _always(100), 12, _FP32, values="normal"),
     Case("normal, fp32", 300, _by_rank(640, 77), 0, _FP32, values="normal"),
-    Case("normal, comm bf16", 48, _always(264), 0, values="normal", comm_dtype="own"),
-    Case("normal, comm fp16, N 4", 48, _always(264), 4, _FP16, values="normal", comm_dtype="own"),
+    Case("normal, comm bf16", 48, _always(264), 0, values="normal", wire_dtype="own"),
+    Case("normal, comm fp16, N 4", 48, _always(264), 4, _FP16, values="normal", wire_dtype="own"),
     Case("cancelling", 96, _always(64), 0, values="cancelling"),
     Case("cancelling, N 6, fp16", 96, _always(64), 6, _FP16, values="cancelling"),
     Case("ordered, fp32", 333, _always(1), 0, _FP32, values="ordered"),
     Case("ordered, N 16", 50, _always(1), 16, values="ordered"),
-    Case("ordered, comm bf16", 200, _always(1), 2, values="ordered", comm_dtype="own"),
+    Case("ordered, comm bf16", 200, _always(1), 2, values="ordered", wire_dtype="own"),
 ]
-# What worlds other than the plain ones run; each kind of value, dtype, comm_dtype and raggedness is there.
+# What worlds other than the plain ones run; each kind of value, dtype, wire_dtype and raggedness is there.
 FEW = [case for case in CASES if case.rows < 300 and case.columns(0) < 1000]
 
 
@@ -167,16 +167,16 @@ def make_inputs(case: Case, world: int, iteration: int) -> Inputs:
 
 
 @serially
-def expected_bits(inputs: Inputs, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
+def expected_bits(inputs: Inputs, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return exactly what every PE must get where each rank's partial result is exact in fp32.
 
-    Partials are rounded to `comm_dtype`, summed in rank order in fp32, bias and residual are added, one rounding.
+    Partials are rounded to `wire_dtype`, summed in rank order in fp32, bias and residual are added, one rounding.
     """
     total: torch.Tensor | None = None
     for weight, x in zip(inputs.weights, inputs.xs, strict=True):
         # + 0.0, since a sum of zeros, begun with 0.0, is 0.0 whatever their signs.
         partial = (x.double() @ weight.double().T + 0.0).float()
-        partial = partial if comm_dtype is None else partial.to(comm_dtype).float()
+        partial = partial if wire_dtype is None else partial.to(wire_dtype).float()
         total = partial if total is None else total + partial
     assert total is not None
     for added in (inputs.bias, inputs.residual):
@@ -186,10 +186,10 @@ def expected_bits(inputs: Inputs, comm_dtype: torch.dtype | None = None) -> torc
 
 
 @serially
-def bound_problem(output: torch.Tensor, inputs: Inputs, comm_dtype: torch.dtype | None = None) -> str | None:
+def bound_problem(output: torch.Tensor, inputs: Inputs, wire_dtype: torch.dtype | None = None) -> str | None:
     """Compare with the fp64 reference; return what is wrong, or None.
 
-    The bound: one rounding of the result, one of each partial where `comm_dtype` is not fp32, and fp32 sums of all the
+    The bound: one rounding of the result, one of each partial where `wire_dtype` is not fp32, and fp32 sums of all the
     products in any order. An addition may cut off (tensor cores do), so it counts 2^-23 and not 2^-24.
     """
     exact = reference(inputs.weights, inputs.xs, inputs.bias, inputs.residual)
@@ -197,9 +197,9 @@ def bound_problem(output: torch.Tensor, inputs: Inputs, comm_dtype: torch.dtype 
     size = reference(sizes.weights, sizes.xs, sizes.bias, sizes.residual)
     terms = sum(weight.shape[1] for weight in inputs.weights) + len(inputs.weights) + 2
     slack = terms * 2.0**-23 * size
-    if comm_dtype is not None and comm_dtype != torch.float32:
+    if wire_dtype is not None and wire_dtype != torch.float32:
         for weight, x in zip(inputs.weights, inputs.xs, strict=True):
-            slack = slack + 1.01 * UNIT[comm_dtype] * reference([weight], [x]).abs() + SMALLEST[comm_dtype]
+            slack = slack + 1.01 * UNIT[wire_dtype] * reference([weight], [x]).abs() + SMALLEST[wire_dtype]
     bound = UNIT[output.dtype] * (exact.abs() + slack) + slack + SMALLEST[output.dtype]
     error = (output.double() - exact).abs()
     if bool((error <= bound).all()):
@@ -258,7 +258,7 @@ def call(case: Case, inputs: Inputs, weight: torch.Tensor, iteration: int, **opt
         buffer = Buffer(torch.full(case.shape, float("nan"), dtype=case.dtype))
         out = buffer.tensor if case.is_shifted else torch.full_like(buffer.tensor, float("nan"))
     result = po.gemv_all_reduce(
-        weight, x, bias=bias, residual=residual, out=out, comm_dtype=case.comm, prefetch_weight=False, **options
+        weight, x, bias=bias, residual=residual, out=out, wire_dtype=case.comm, prefetch_weight=False, **options
     )
     if out is not None and result is not out:
         return result, "out= was not returned"

@@ -182,7 +182,7 @@ def gemv(
     vectors: int,
     algorithm: str,
     arch: str = "sm_90",
-    comm_dtype: torch.dtype = FP32,
+    wire_dtype: torch.dtype = FP32,
     lets_in: str = "kAtOnce",
     *,
     is_aligned: bool = True,
@@ -193,7 +193,7 @@ def gemv(
     factor = 1 if is_resident else team_factor(warps, dtype)
     request = gemv_request(
         dtype,
-        comm_dtype,
+        wire_dtype,
         vectors,
         warps=warps * factor,
         depth=choose_depth(1 << 30, 12 if prefetches else 0) // factor,
@@ -314,7 +314,7 @@ def _sums() -> Iterator[GpuKernel]:
     early: dict[str, Any] = {"prefetches": True, "lets_in": "kLate"}
     for dtype, vectors, algorithm in itertools.product(DTYPES, (1, 8, 16), ("one_shot", "two_shot")):
         yield gemv(dtype, vectors, algorithm, lets_in="kAtEnd")
-        yield gemv(dtype, vectors, algorithm, comm_dtype=dtype, is_aligned=False, is_resident=False)
+        yield gemv(dtype, vectors, algorithm, wire_dtype=dtype, is_aligned=False, is_resident=False)
         if vectors == 1:
             yield gemv(dtype, vectors, algorithm, **early)
             yield gemv(dtype, vectors, algorithm, **early).traced()

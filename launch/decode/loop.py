@@ -111,7 +111,7 @@ class _Pe:
         row = functools.partial(
             po_nn.RowParallelLinear,
             algorithm=self.options.algorithm,
-            comm_dtype=None if self.options.comm_dtype is None else self.dtype,
+            wire_dtype=None if self.options.wire_dtype is None else self.dtype,
             prefetch_weight=self.options.prefetch,
         )
         return build_decoder(

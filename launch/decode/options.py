@@ -34,7 +34,7 @@ class Options:
         seed: of random weights and prompts.
         is_compiled: whether torch.compile makes the small kernels; None for GPUs where Triton can compile.
         algorithm: of po.gemv_all_reduce.
-        comm_dtype: None, or "own" for the weights' dtype, in which the fused sums travel.
+        wire_dtype: None, or "own" for the weights' dtype, in which the fused sums travel.
         prefetch: whether fused products ask for weights before the kernel before them has ended.
         reference: whether one PE computes the whole model alone; None for the tiny one only.
         timeout: seconds that the PEs wait for each other.
@@ -54,7 +54,7 @@ class Options:
     seed: int = 0
     is_compiled: bool | None = None
     algorithm: str = "auto"
-    comm_dtype: str | None = None
+    wire_dtype: str | None = None
     prefetch: bool = False
     reference: bool | None = None
     timeout: float = 120.0
@@ -69,7 +69,7 @@ class Options:
             raise ValueError(f"batch must be at most {_MAX_BATCH}, the vectors of one fused call; got {self.batch}")
         if self.prompt is not None and not self.prompt:
             raise ValueError("prompt must have at least one token")
-        choices = (("backend", ("auto", "cuda", "host")), ("dtype", (None, *DTYPES)), ("comm_dtype", (None, "own")))
+        choices = (("backend", ("auto", "cuda", "host")), ("dtype", (None, *DTYPES)), ("wire_dtype", (None, "own")))
         for name, known in (*choices, ("algorithm", ("auto", "one_shot", "two_shot"))):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {getattr(self, name)!r}")

@@ -360,7 +360,7 @@ class RowParallelLinear(_ParallelLinear):
         device: of the parameters; None for `po.device()`.
         dtype: of the parameters; None for torch's default.
         algorithm: of `po.gemv_all_reduce`.
-        comm_dtype: in which sums travel: None for float32, and for float64 where the weight is; or float32; or the
+        wire_dtype: in which sums travel: None for float32, and for float64 where the weight is; or float32; or the
             weight's dtype. Products of more than 16 vectors are rounded to it, and the unfused path sums in it too.
         prefetch_weight: of `po.gemv_all_reduce`; safe where no kernel of the model writes weights.
         group: process group of the unfused path, whose ranks are the PEs; None for the default one.
@@ -393,7 +393,7 @@ class RowParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         algorithm: str = "auto",
-        comm_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | None = None,
         prefetch_weight: bool = False,
         group: Any = None,
     ) -> None:
@@ -401,7 +401,7 @@ class RowParallelLinear(_ParallelLinear):
             raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
         super().__init__(in_features, out_features, bias, splits, device, dtype)
         self.algorithm = algorithm
-        self.comm_dtype = comm_dtype
+        self.wire_dtype = wire_dtype
         self.prefetch_weight = prefetch_weight
         self.last_path: str | None = None
         self._group = _Group(group)
@@ -412,7 +412,7 @@ class RowParallelLinear(_ParallelLinear):
             return "fused"
         nbytes = num_vectors * self.out_features * self.weight.itemsize
         dtype = self.weight.dtype
-        is_summed_in_it = (self.comm_dtype or torch.float32) == dtype and dtype in SCALARS
+        is_summed_in_it = (self.wire_dtype or torch.float32) == dtype and dtype in SCALARS
         return "all_reduce" if is_summed_in_it and 0 < nbytes <= _ALL_REDUCE_BYTES else "unfused"
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -461,7 +461,7 @@ class RowParallelLinear(_ParallelLinear):
             bias=self.bias,
             residual=None if addend is None else addend.contiguous(),
             algorithm=self.algorithm,
-            comm_dtype=self.comm_dtype,
+            wire_dtype=self.wire_dtype,
             prefetch_weight=self.prefetch_weight,
         )
         return result.view(shape)
@@ -492,19 +492,19 @@ class RowParallelLinear(_ParallelLinear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """Return this PE's sums, `[N, M]`, in the dtype in which they travel."""
-        comm_dtype = self.comm_dtype or self._exact_dtype()
-        if comm_dtype not in (torch.float32, self.weight.dtype):
+        wire_dtype = self.wire_dtype or self._exact_dtype()
+        if wire_dtype not in (torch.float32, self.weight.dtype):
             raise ValueError(
-                f"comm_dtype: expected None, torch.float32 or the weight's dtype {self.weight.dtype}, got {comm_dtype}"
+                f"wire_dtype: expected None, torch.float32 or the weight's dtype {self.weight.dtype}, got {wire_dtype}"
             )
-        if comm_dtype == self.weight.dtype:
+        if wire_dtype == self.weight.dtype:
             return F.linear(x, self.weight)
         if x.shape[1] == 0:
-            return x.new_zeros((x.shape[0], self.out_features), dtype=comm_dtype)
+            return x.new_zeros((x.shape[0], self.out_features), dtype=wire_dtype)
         if self.weight.dtype == torch.float64:
-            return F.linear(x, self.weight).to(comm_dtype)
+            return F.linear(x, self.weight).to(wire_dtype)
         if x.is_cuda:
-            return torch.mm(x, self.weight.t(), out_dtype=comm_dtype)  # type: ignore[call-overload,no-any-return]
+            return torch.mm(x, self.weight.t(), out_dtype=wire_dtype)  # type: ignore[call-overload,no-any-return]
         return F.linear(x.float(), self.weight.float())  # the CPU has no product of 16-bit operands with an fp32 result
 
     def _exact_dtype(self) -> torch.dtype:
@@ -516,7 +516,7 @@ class RowParallelLinear(_ParallelLinear):
         if not (distributed.is_available() and distributed.is_initialized()):
             raise RuntimeError(
                 "RowParallelLinear: so many vectors take the unfused path, which needs torch.distributed: call "
-                "init_process_group on every PE, pass fewer at a time, or comm_dtype=weight.dtype"
+                "init_process_group on every PE, pass fewer at a time, or wire_dtype=weight.dtype"
             )
         size, rank = distributed.get_world_size(self._group.group), distributed.get_rank(self._group.group)
         if (size, rank) != (world.size, world.rank):
@@ -527,6 +527,6 @@ class RowParallelLinear(_ParallelLinear):
     def extra_repr(self) -> str:
         """Return the sizes and options, for repr()."""
         return (
-            f"{super().extra_repr()}, algorithm={self.algorithm!r}, comm_dtype={self.comm_dtype}, "
+            f"{super().extra_repr()}, algorithm={self.algorithm!r}, wire_dtype={self.wire_dtype}, "
             f"prefetch_weight={self.prefetch_weight}"
         )

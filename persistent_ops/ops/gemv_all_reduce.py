@@ -12,7 +12,7 @@ __all__ = ["gemv_all_reduce", "reference"]
 
 _operator = gemv_operator(
     "gemv_all_reduce",
-    "str algorithm, ScalarType? comm_dtype, bool prefetch_weight",
+    "str algorithm, ScalarType? wire_dtype, bool prefetch_weight",
     execute,
     check_choices,
     "torch.nn.functional.linear + all_reduce",
@@ -28,7 +28,7 @@ def gemv_all_reduce(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     algorithm: str = "auto",
-    comm_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
     prefetch_weight: bool = False,
 ) -> torch.Tensor:
     """Multiply this PE's shard of a weight by one or a few vectors and sum the results over all PEs, in one kernel.
@@ -36,7 +36,7 @@ def gemv_all_reduce(
     ``y[n] = round(sum over PEs r of (weight_r @ x_r[n]) + bias + residual[n])``, on every PE. Products are added up in
     fp32, the PEs' sums in rank order, and the result is rounded once. Where bias and residual agree, all PEs get the
     same bits; so do repeated calls, both algorithms, and a vector whatever others it travels with (N). All this holds
-    for one K_r per PE, one backend and one `comm_dtype`.
+    for one K_r per PE, one backend and one `wire_dtype`.
 
     Args:
         weight: `[M, K_r]`, contiguous (the layout of `nn.Linear`), float32, float16 or bfloat16. M is the same on every
@@ -49,7 +49,7 @@ def gemv_all_reduce(
             nothing else that is passed.
         algorithm: "one_shot" sends each PE's sums to every PE, "two_shot" to the owner of a row, which sends every PE
             the result: fewer bytes, one more latency. "auto" chooses by the bytes that a PE would send.
-        comm_dtype: of the sums under way: None for float32, which keeps the result within the error of an fp32 sum
+        wire_dtype: of the sums under way: None for float32, which keeps the result within the error of an fp32 sum
             rounded once, or the weight's dtype for half the bytes and one more rounding per PE.
         prefetch_weight: on "cuda", start reading the weight before the kernel before this one on the stream has ended
             (a programmatic dependent launch). Unsafe only where that kernel writes the weight. It pays behind kernels
@@ -73,7 +73,7 @@ def gemv_all_reduce(
     Source: fused GEMV + AllReduce of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), section III-B.
     """
-    arguments = (weight, x, bias, residual, algorithm, comm_dtype, prefetch_weight)
+    arguments = (weight, x, bias, residual, algorithm, wire_dtype, prefetch_weight)
     result: torch.Tensor = _operator(arguments, {"out": out}, (weight, x), (bias, residual, out))
     return result
 

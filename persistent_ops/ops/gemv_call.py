@@ -80,7 +80,7 @@ def execute(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     algorithm: str,
-    comm_dtype: torch.dtype | None,
+    wire_dtype: torch.dtype | None,
     prefetch_weight: bool,
     out: torch.Tensor | None = None,
     is_alone: bool = False,
@@ -102,7 +102,7 @@ def execute(
         columns,
         num_vectors,
         weight.dtype,
-        comm_dtype,
+        wire_dtype,
         algorithm,
         is_aligned,
         prefetch_weight,
@@ -123,7 +123,7 @@ def _new_plan(world: _world.World, key: GemvKey) -> GemvPlan:
     """Make a plan; for "auto", find the one that it means."""
     if key.team is world.team:
         reserve_packets(world)  # collective, and so before what one PE alone may refuse
-        check_choices(key.algorithm, key.comm_dtype, key.prefetch_weight, key.dtype)
+        check_choices(key.algorithm, key.wire_dtype, key.prefetch_weight, key.dtype)
     if not isinstance(key.prefetch_weight, bool):
         raise TypeError(f"prefetch_weight: expected True or False, got {key.prefetch_weight!r}")
     if key.algorithm != "auto":
@@ -159,9 +159,9 @@ def _check_vectors(num_vectors: int | None) -> int:
     return num_vectors
 
 
-def check_choices(algorithm: str, comm_dtype: torch.dtype | None, _prefetch_weight: bool, dtype: torch.dtype) -> None:
+def check_choices(algorithm: str, wire_dtype: torch.dtype | None, _prefetch_weight: bool, dtype: torch.dtype) -> None:
     """Raise for what gemv_all_reduce cannot be asked for with a weight of `dtype`."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
-    if comm_dtype not in (None, torch.float32, dtype):
-        raise ValueError(f"comm_dtype: expected None, torch.float32 or the weight's dtype {dtype}, got {comm_dtype}")
+    if wire_dtype not in (None, torch.float32, dtype):
+        raise ValueError(f"wire_dtype: expected None, torch.float32 or the weight's dtype {dtype}, got {wire_dtype}")

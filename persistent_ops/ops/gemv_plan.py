@@ -74,7 +74,7 @@ OPERATOR = Operator(
         "rows",
         "vectors",
         Field.dtype("dtype", list(SCALARS)),
-        Field.dtype("comm_dtype", list(SCALARS)),
+        Field.dtype("wire_dtype", list(SCALARS)),
         Field.flag("two_shot"),
         Field.flag("bias"),
         Field.flag("residual"),
@@ -97,7 +97,7 @@ class GemvKey(NamedTuple):
         team: the world's, or this PE alone, in one shot.
         rows, columns, num_vectors: M, this PE's K, N.
         dtype: of the weight.
-        comm_dtype: of partial sums under way; None: float32.
+        wire_dtype: of partial sums under way; None: float32.
         algorithm: of ALGORITHMS; `GemvPlan` is made for what "auto" means.
         is_aligned: whether every row of weight and x begins at a multiple of 16 bytes.
         prefetch_weight: ask for weights before the kernel before has ended.
@@ -109,7 +109,7 @@ class GemvKey(NamedTuple):
     columns: int
     num_vectors: int
     dtype: torch.dtype
-    comm_dtype: torch.dtype | None
+    wire_dtype: torch.dtype | None
     algorithm: str
     is_aligned: bool
     prefetch_weight: bool
@@ -133,7 +133,7 @@ def reserve_packets(world: World) -> None:
 def choose_algorithm(world: World, key: GemvKey) -> str:
     """Return what "auto" means."""
     tuning = key.tuning or OPERATOR.default_tuning
-    sent = (world.size - 1) * key.rows * key.num_vectors * 2 * (key.comm_dtype or torch.float32).itemsize
+    sent = (world.size - 1) * key.rows * key.num_vectors * 2 * (key.wire_dtype or torch.float32).itemsize
     return "two_shot" if sent > tuning.one_shot_bytes else "one_shot"
 
 
@@ -180,8 +180,8 @@ def _lets_in(has_room: bool, prefetches: bool, bytes_per_wg: int) -> str:
     return "kLate" if has_room and not _is_little(bytes_per_wg) else "kAtOnce"
 
 
-def _comm_dtype(key: GemvKey) -> torch.dtype:
-    return key.comm_dtype or torch.float32
+def _wire_dtype(key: GemvKey) -> torch.dtype:
+    return key.wire_dtype or torch.float32
 
 
 def _packets(world: World, key: GemvKey) -> tuple[Any, int]:
@@ -192,7 +192,7 @@ def _packets(world: World, key: GemvKey) -> tuple[Any, int]:
         return structs["PacketPlan"](), most
     team, area = key.team, OPERATOR.state(world).areas[_PACKETS]
     packet_bytes = constants["sizeof(Packet)"]  # half of it data
-    tile_data = key.num_vectors * constants["kTileRows"] * _comm_dtype(key).itemsize
+    tile_data = key.num_vectors * constants["kTileRows"] * _wire_dtype(key).itemsize
     tile_bytes = tile_data // (packet_bytes // 2) * packet_bytes
     partials_bytes, results_bytes = _packet_bytes(world)
     packets = structs["PacketPlan"](
@@ -232,7 +232,7 @@ def _request_of(world: World, key: GemvKey, tuning: Tuning, wg_rows: int) -> Ker
         raise ValueError(f"depth: {arena_bytes} bytes of shared memory per WG, an SM has room for {arena.room}")
     request = kernel_request(
         key.dtype,
-        _comm_dtype(key),
+        _wire_dtype(key),
         kernel_vectors,
         warps=warps,
         depth=depth,
@@ -297,7 +297,7 @@ class GemvPlan(Plan):
         request = _request_of(world, key, tuning, -(-tiles_each // grid) * tile_rows)
         self._kernel: Kernel = world.load(request, team)
         check_resident(self._kernel, grid, choices="warps, depth, work_groups")
-        chosen = (rows, num_vectors, key.dtype, _comm_dtype(key), self.is_two_shot)
+        chosen = (rows, num_vectors, key.dtype, _wire_dtype(key), self.is_two_shot)
         pack = OPERATOR.description.queries["packed_shape"]
         self._launches: list[_Launch] = []
         for first_tile in range(0, total_tiles, tiles_each):
@@ -399,7 +399,7 @@ class _Arena:
 
 def kernel_request(
     dtype: torch.dtype,
-    comm_dtype: torch.dtype,
+    wire_dtype: torch.dtype,
     kernel_vectors: int,
     *,
     warps: int,
@@ -420,7 +420,7 @@ def kernel_request(
         _NAME,
         {
             "scalar": SCALARS[dtype],
-            "sum_scalar": SCALARS[comm_dtype],
+            "sum_scalar": SCALARS[wire_dtype],
             "vectors": kernel_vectors,
             "depth": depth,
             "warps": warps,

@@ -153,7 +153,7 @@ def test_a_timeline_of_the_whole_run(backend: str, tmp_path: Path) -> None:
         pytest.param(1, QUICK, id="1"),
         pytest.param(2, QUICK, id="2"),
         pytest.param(3, dataclasses.replace(QUICK, batch=3, prompt_length=7, seed=1), id="3, three sequences"),
-        pytest.param(4, dataclasses.replace(QUICK, comm_dtype="own", algorithm="two_shot", prefetch=True), id="4"),
+        pytest.param(4, dataclasses.replace(QUICK, wire_dtype="own", algorithm="two_shot", prefetch=True), id="4"),
     ],
 )
 def test_tokens_are_those_of_a_plain_decoder(backend: str, world: int, options: Options) -> None:

@@ -53,7 +53,7 @@ CASES = [
         dtype=torch.bfloat16,
         splits=lambda world: ((24,), (24, 0), (8, 0, 16), (1, 0, 20, 3))[world - 1],
     ),
-    Case("sums in bf16", dtype=torch.bfloat16, options=(("comm_dtype", torch.bfloat16),)),
+    Case("sums in bf16", dtype=torch.bfloat16, options=(("wire_dtype", torch.bfloat16),)),
     Case("one shot", options=(("algorithm", "one_shot"),)),
     Case("two shots, prefetched", options=(("algorithm", "two_shot"), ("prefetch_weight", True))),
 ]
@@ -85,7 +85,7 @@ def row_problem(case: Case, layer: po_nn.RowParallelLinear, leading: tuple[int, 
     result = layer(own, residual=None if residual is None else residual.to(device))
     po.check()
     num_vectors = x[..., 0].numel()
-    sums_in = dict(case.options).get("comm_dtype", torch.float32)
+    sums_in = dict(case.options).get("wire_dtype", torch.float32)
     unfused = "all_reduce" if sums_in == case.dtype and num_vectors else "unfused"
     path = "fused" if 1 <= num_vectors <= 16 else unfused
     if layer.last_path != path or layer.path(num_vectors) != path:
@@ -97,7 +97,7 @@ def row_problem(case: Case, layer: po_nn.RowParallelLinear, leading: tuple[int, 
     exact = linear(x.double()) + addend
     size = F.linear(x.double().abs(), linear.weight.abs()) + (linear.bias.abs() if case.has_bias else 0.0)
     size = size + (0.0 if residual is None else residual.double().abs())
-    # fp32 sums in any order; sums under way rounded to comm_dtype, and again by each addition; one rounding at the end.
+    # fp32 sums in any order; sums under way rounded to wire_dtype, and again by each addition; one rounding at the end.
     bound = case.inputs * 2.0**-23 * size + 2 * world * UNIT[sums_in] * size + 2 * UNIT[case.dtype] * exact.abs()
     error = (result.cpu().double() - exact).abs()
     if bool((error > bound + 1e-7).any()):
@@ -142,9 +142,9 @@ def test_row_parallel_is_the_whole_layer(backend: str, world: int, case: Case) -
 
 def paths_program(backend: str) -> list[str]:
     with world_of(backend, has_group=False):
-        rounded = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16, comm_dtype=torch.bfloat16)
+        rounded = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16, wire_dtype=torch.bfloat16)
         exact = po_nn.RowParallelLinear(8, 1 << 16, dtype=torch.bfloat16)
-        double = po_nn.RowParallelLinear(8, 4, dtype=torch.float64, comm_dtype=torch.float64)
+        double = po_nn.RowParallelLinear(8, 4, dtype=torch.float64, wire_dtype=torch.float64)
         counts = (0, 1, 16, 17, 256, 257)
         return [*(layer.path(count) for layer in (rounded, exact) for count in counts), double.path(17)]
 
@@ -269,14 +269,14 @@ def test_column_parallel_takes_dtypes_that_the_kernel_does_not(backend: str) -> 
 def autocast_program(backend: str) -> list[str]:
     problems = []
     with world_of(backend) as world:
-        for dtype, comm_dtype, path in (
+        for dtype, wire_dtype, path in (
             (torch.float32, None, "all_reduce"),
             (torch.bfloat16, torch.bfloat16, "all_reduce"),
             (torch.bfloat16, None, "unfused"),
         ):
             case = Case(f"autocast {path}", dtype=dtype)
             splits = po_nn.balanced_splits(case.inputs, world.size)
-            layer = po_nn.RowParallelLinear.from_linear(whole_layer(case), splits=splits, comm_dtype=comm_dtype)
+            layer = po_nn.RowParallelLinear.from_linear(whole_layer(case), splits=splits, wire_dtype=wire_dtype)
             first, last = layer.shard_range
             for count, taken in ((4, "fused"), (20, path)):
                 x = values(case, "x", count, case.inputs)[:, first:last].to(po.device())
@@ -284,7 +284,7 @@ def autocast_program(backend: str) -> list[str]:
                 with torch.autocast(po.device().type, torch.float16 if dtype == torch.bfloat16 else torch.bfloat16):
                     result = layer(x)
                 if layer.last_path != taken or not torch.equal(result, want):
-                    problems.append(f"{dtype}, {comm_dtype}, {count} vectors: {layer.last_path}, {result - want}")
+                    problems.append(f"{dtype}, {wire_dtype}, {count} vectors: {layer.last_path}, {result - want}")
     return problems
 
 
@@ -327,15 +327,15 @@ def double_program(backend: str) -> list[str]:
         x, residual = values(case, "x", 20, case.inputs), values(case, "residual", 20, case.outputs)
         exact = whole(x) + residual
         size = F.linear(x.abs(), whole.weight.abs()) + whole.bias.abs() + residual.abs()
-        for comm_dtype, unit in ((None, 2.0**-53), (torch.float64, 2.0**-53), (torch.float32, 2.0**-24)):
-            layer = po_nn.RowParallelLinear.from_linear(whole, splits=splits, comm_dtype=comm_dtype)
+        for wire_dtype, unit in ((None, 2.0**-53), (torch.float64, 2.0**-53), (torch.float32, 2.0**-24)):
+            layer = po_nn.RowParallelLinear.from_linear(whole, splits=splits, wire_dtype=wire_dtype)
             first, last = layer.shard_range
             own = x[:, first:last].to(po.device())
             result = layer(own, residual=residual.to(po.device())).cpu()
             bound = case.inputs * 2.0**-52 * size + 2 * world.size * unit * size
             error = (result - exact).abs()
             if layer.last_path != "unfused" or result.dtype != torch.float64 or bool((error > bound).any()):
-                problems.append(f"{comm_dtype}: {layer.last_path}, {result.dtype}, off by {float(error.max())}")
+                problems.append(f"{wire_dtype}: {layer.last_path}, {result.dtype}, off by {float(error.max())}")
             problems.append(message_of(TypeError, lambda layer=layer, own=own: layer(own[:16])))  # type: ignore[misc]
     return problems
 
@@ -449,7 +449,7 @@ def errors_program(backend: str) -> dict[str, str]:
         row, column = Row(8, 4), Column(8, 4)
         x = torch.ones(3, 4, device=device)
         big = torch.ones(17, 4, device=device)
-        rounded = Row(8, 4, dtype=torch.float16, comm_dtype=torch.bfloat16)
+        rounded = Row(8, 4, dtype=torch.float16, wire_dtype=torch.bfloat16)
         absent = torch.ones(17, 8, device="meta")
         found = {
             "indivisible": message_of(ValueError, lambda: Row(9, 4)),
@@ -471,7 +471,7 @@ def errors_program(backend: str) -> dict[str, str]:
             "algorithm": message_of(ValueError, lambda: Row(8, 4, algorithm="ring")),
             "no group": message_of(RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half())),
             "gradient": message_of(NotImplementedError, lambda: row(big.clone().requires_grad_())),
-            "comm_dtype": message_of(ValueError, lambda: rounded(big.half())),
+            "wire_dtype": message_of(ValueError, lambda: rounded(big.half())),
             "state dict": message_of(
                 RuntimeError, lambda: row.load_state_dict({"weight": torch.ones(4, 7), "bias": torch.ones(4)})
             ),
@@ -505,7 +505,7 @@ EXPECTED_ERRORS = {
     "algorithm": "algorithm: expected one of 'auto', 'one_shot', 'two_shot', got 'ring'",
     "no group": "call init_process_group on every PE",
     "gradient": "RowParallelLinear is forward only",
-    "comm_dtype": "comm_dtype: expected None, torch.float32 or the weight's dtype torch.float16, got torch.bfloat16",
+    "wire_dtype": "wire_dtype: expected None, torch.float32 or the weight's dtype torch.float16, got torch.bfloat16",
     "state dict": "size mismatch for weight",
     "backward": "forward only",
     "no world": "call persistent_ops.init() first",

@@ -69,9 +69,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: po.gemv(MATRIX, VECTOR, prefetch_weight=[True]),
         "TypeError; prefetch_weight: expected True or False, got [True]",
     ),
-    "a list as comm_dtype": (
-        lambda: po.gemv_all_reduce(MATRIX, VECTOR, comm_dtype=[torch.float32]),
-        "ValueError; comm_dtype: expected None, torch.float32 or ",
+    "a list as wire_dtype": (
+        lambda: po.gemv_all_reduce(MATRIX, VECTOR, wire_dtype=[torch.float32]),
+        "ValueError; wire_dtype: expected None, torch.float32 or ",
     ),
     "a list as algorithm": (
         lambda: po.gemv_all_reduce(MATRIX, VECTOR, algorithm=["auto"]),

@@ -93,9 +93,9 @@ def _batches(columns: int) -> list[str]:
             if (problem := difference(found[5].cpu(), whole[5])) is not None:
                 problems.append(f"{dtype}, a vector among vectors of {poison}: {problem}")
         if dtype == torch.bfloat16:
-            want = po.gemv_all_reduce(weight, xs, bias=bias, residual=residual, comm_dtype=dtype).cpu()
+            want = po.gemv_all_reduce(weight, xs, bias=bias, residual=residual, wire_dtype=dtype).cpu()
             for n in (0, 7, 15):
-                compare(f"vector {n}, comm bf16", xs[n], residual[n], n, want, comm_dtype=dtype)
+                compare(f"vector {n}, comm bf16", xs[n], residual[n], n, want, wire_dtype=dtype)
     return problems
 
 
@@ -227,7 +227,7 @@ def _specials() -> list[str]:
             comms = (None, dtype) if dtype == torch.float16 else (None,)
             for algorithm in ALGORITHMS:
                 for comm in comms:
-                    output = po.gemv_all_reduce(weight, x, **added, algorithm=algorithm, comm_dtype=comm).cpu()
+                    output = po.gemv_all_reduce(weight, x, **added, algorithm=algorithm, wire_dtype=comm).cpu()
                     want = expected_bits(inputs, comm)
                     if not _equal_but_for_nan(output, want):
                         problems.append(
@@ -269,7 +269,7 @@ def _partials_beyond_fp16() -> list[Any]:
     weight = torch.full((9, 2), 60000.0 if po.rank() == 0 else -59520.0, dtype=torch.float16, device=po.device())
     x = torch.ones(2, dtype=torch.float16, device=po.device())
     found = [po.gemv_all_reduce(weight, x, algorithm=algorithm).cpu().tolist() for algorithm in ALGORITHMS]
-    return [*found, bool(po.gemv_all_reduce(weight, x, comm_dtype=torch.float16).isnan().all())]
+    return [*found, bool(po.gemv_all_reduce(weight, x, wire_dtype=torch.float16).isnan().all())]
 
 
 def test_sums_travel_in_fp32(backend: str) -> None:
@@ -482,7 +482,7 @@ def _fake_tensors() -> list[str]:
                 tensors = _arguments(vectors, dtype, bias=True, residual=True)
                 weight, x, bias, residual = (None if t is None else mode.from_tensor(t) for t in tensors)
                 assert weight is not None and x is not None
-                for options in ({}, {"algorithm": "two_shot"}, {"comm_dtype": dtype}, {"prefetch_weight": True}):
+                for options in ({}, {"algorithm": "two_shot"}, {"wire_dtype": dtype}, {"prefetch_weight": True}):
                     result = po.gemv_all_reduce(weight, x, bias=bias, residual=residual, **options)  # type: ignore[arg-type]
                     kind = (type(result), tuple(result.shape), result.dtype, result.device)
                     if kind != (FakeTensor, shape, dtype, po.device()):
@@ -492,7 +492,7 @@ def _fake_tensors() -> list[str]:
                     problems.append(f"{dtype}: out= was not returned")
                 for wrong, error, text in (
                     ({"algorithm": "ring"}, ValueError, "algorithm: expected"),
-                    ({"comm_dtype": torch.float64}, ValueError, "comm_dtype: expected"),
+                    ({"wire_dtype": torch.float64}, ValueError, "wire_dtype: expected"),
                     ({"x": mode.from_tensor(torch.zeros(17, COLUMNS, dtype=dtype))}, ValueError, "x: expected 1 to 16"),
                     ({"bias": x}, ValueError, "bias: expected"),
                     ({"x": mode.from_tensor(torch.zeros(COLUMNS, dtype=torch.float64))}, TypeError, "x: expected"),

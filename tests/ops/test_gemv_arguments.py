@@ -277,25 +277,25 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         "algorithm: expected one of 'auto', 'one_shot', 'two_shot', got None",
     ),
-    "comm_dtype of neither": (
-        lambda: {"comm_dtype": torch.bfloat16},
+    "wire_dtype of neither": (
+        lambda: {"wire_dtype": torch.bfloat16},
         ValueError,
-        r"comm_dtype: expected None, torch\.float32 or the weight's dtype torch\.float32, got torch\.bfloat16",
+        r"wire_dtype: expected None, torch\.float32 or the weight's dtype torch\.float32, got torch\.bfloat16",
     ),
-    "comm_dtype of another half": (
-        lambda: {**all_in(torch.bfloat16)(), "comm_dtype": torch.float16},
+    "wire_dtype of another half": (
+        lambda: {**all_in(torch.bfloat16)(), "wire_dtype": torch.float16},
         ValueError,
-        r"comm_dtype: expected None, torch\.float32 or the weight's dtype torch\.bfloat16, got torch\.float16",
+        r"wire_dtype: expected None, torch\.float32 or the weight's dtype torch\.bfloat16, got torch\.float16",
     ),
-    "comm_dtype float64": (
-        lambda: {"comm_dtype": torch.float64},
+    "wire_dtype float64": (
+        lambda: {"wire_dtype": torch.float64},
         ValueError,
-        r"comm_dtype: expected None, torch\.float32 or the weight's dtype torch\.float32, got torch\.float64",
+        r"wire_dtype: expected None, torch\.float32 or the weight's dtype torch\.float32, got torch\.float64",
     ),
-    "comm_dtype that is no dtype": (
-        lambda: {"comm_dtype": "float32"},
+    "wire_dtype that is no dtype": (
+        lambda: {"wire_dtype": "float32"},
         ValueError,
-        r"comm_dtype: expected None, torch\.float32 or the weight's dtype torch\.float32, got '?float32",
+        r"wire_dtype: expected None, torch\.float32 or the weight's dtype torch\.float32, got '?float32",
     ),
 }
 
@@ -354,7 +354,7 @@ def _right_calls(backend: str) -> list[str]:
         "one row of a batch as x": lambda: po.gemv_all_reduce(weight, x.expand(3, COLUMNS).contiguous()[1]),
         "rows of a larger weight": lambda: po.gemv_all_reduce(torch.cat([weight, weight])[ROWS:], x),
         "stride of a dimension of one": lambda: po.gemv_all_reduce(weight, x.as_strided((1, COLUMNS), (77, 1)))[0],
-        "comm_dtype float32": lambda: po.gemv_all_reduce(weight, x, comm_dtype=torch.float32),
+        "wire_dtype float32": lambda: po.gemv_all_reduce(weight, x, wire_dtype=torch.float32),
         "16 vectors": lambda: po.gemv_all_reduce(weight, x.expand(16, COLUMNS).contiguous())[15],
     }
     problems = [name for name, call in calls.items() if not torch.equal(call().cpu(), want)]

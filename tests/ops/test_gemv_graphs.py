@@ -25,7 +25,7 @@ _ODD = Case("graphs: odd", 77, lambda rank: 33, 16, torch.float16)
 
 
 def _call(
-    case: Case, way: str, *, is_alone: bool = False, comm_dtype: torch.dtype | None = None, **options: Any
+    case: Case, way: str, *, is_alone: bool = False, wire_dtype: torch.dtype | None = None, **options: Any
 ) -> Call:
     rank, world, device = po.rank(), po.world_size(), po.device()
     inputs = [make_inputs(case, world, turn) for turn in range(NUM_INPUTS)]
@@ -38,14 +38,14 @@ def _call(
         added = {"bias": bias, "residual": residual, **options, **more}
         if is_alone:
             return po.gemv(weight, x, **added)
-        return po.gemv_all_reduce(weight, x, algorithm=way, comm_dtype=comm_dtype, **added)
+        return po.gemv_all_reduce(weight, x, algorithm=way, wire_dtype=wire_dtype, **added)
 
     pes = slice(rank, rank + 1) if is_alone else slice(world)
     wants = [
-        [expected_bits(Inputs(of_all.weights[pes], of_all.xs[pes], given.bias, given.residual), comm_dtype)]
+        [expected_bits(Inputs(of_all.weights[pes], of_all.xs[pes], given.bias, given.residual), wire_dtype)]
         for of_all in inputs
     ]
-    name = ", ".join([case.name, *options, *(["gemv"] if is_alone else []), *([str(comm_dtype)] if comm_dtype else [])])
+    name = ", ".join([case.name, *options, *(["gemv"] if is_alone else []), *([str(wire_dtype)] if wire_dtype else [])])
     return Call(name, way, act, [[of_all.xs[rank]] for of_all in inputs], wants)
 
 
@@ -170,7 +170,7 @@ class TestGraphs(ChainSuite):
         out = torch.empty(_ODD.shape, dtype=_ODD.dtype, device=po.device())
         return [
             _call(_ONE, "auto", prefetch_weight=True),
-            _call(_FEW, "auto", comm_dtype=torch.bfloat16),
+            _call(_FEW, "auto", wire_dtype=torch.bfloat16),
             _call(_ODD, "auto", out=out),
         ]
 

@@ -26,7 +26,7 @@ def _call(iteration: int, case: Case = _CASE, **options: Any) -> torch.Tensor:
     inputs, device = make_inputs(case, po.world_size(), iteration), po.device()
     bias, residual = (None if t is None else t.to(device) for t in (inputs.bias, inputs.residual))
     weight, x = inputs.weights[po.rank()].to(device), inputs.xs[po.rank()].to(device)
-    return po.gemv_all_reduce(weight, x, **{"bias": bias, "residual": residual, "comm_dtype": case.comm, **options})
+    return po.gemv_all_reduce(weight, x, **{"bias": bias, "residual": residual, "wire_dtype": case.comm, **options})
 
 
 def _is_right(output: torch.Tensor, iteration: int, case: Case = _CASE) -> bool:
@@ -68,7 +68,7 @@ _SHAPES = [
     Case("turns: a row", 1, lambda rank: 40),
     Case("turns: no rows", 0, lambda rank: 8),
     Case("turns: fp16", 33, lambda rank: 7 * rank, 0, torch.float16),
-    Case("turns: comm bf16", 52, lambda rank: 16, 0, comm_dtype="own"),
+    Case("turns: comm bf16", 52, lambda rank: 16, 0, wire_dtype="own"),
 ]
 _LOOKUPS = embedding_cases.Case("turns", dims=lambda rank: (8, 16 * rank), batch=lambda world: 13)
 
@@ -154,7 +154,7 @@ class TestFaults(ProtocolSuite):
         "no dimension of vectors": _other(Case("N gone", 32, lambda rank: 16), "vectors=1", "vectors=2"),
         "rows and vectors exchanged": _other(Case("MN", 16, lambda rank: 16, 4), "rows=16", "vectors=4"),
         "dtype": _other(Case("other dtype", 32, lambda rank: 16, 2, torch.float16), "dtype="),
-        "comm_dtype": _other(Case("comm", 32, lambda rank: 16, 2, comm_dtype="own"), "comm_dtype="),
+        "wire_dtype": _other(Case("comm", 32, lambda rank: 16, 2, wire_dtype="own"), "wire_dtype="),
         "algorithm": _other(_OTHER, "two_shot=True", "two_shot=False", algorithm="two_shot"),
         "no bias": _other(_OTHER, "bias=False", "bias=True", bias=None),
         "a residual": Mismatch(_with_residual, ["residual=True", "residual=False"]),
