@@ -77,7 +77,7 @@ _HOT = Shape("hot rows", rows=3, max_pooling=90, batch=lambda world: 40)
 _WARM = Shape("warm rows", rows=12, max_pooling=90, batch=lambda world: 40)
 _WIDE = Shape("hot wide rows", rows=3, max_pooling=90, batch=lambda world: 8, dims=lambda rank: (700,))
 _OF_MANY_LOOKUPS = (
-    ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot means", mode="mean")),
+    ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot means", pooling="mean")),
     ("adam", dataclasses.replace(_HOT, name="hot weighted rows", is_weighted=True)),
     ("rowwise_adagrad", _WIDE),
     ("rowwise_adagrad", _WARM),
@@ -373,7 +373,7 @@ class Model:
             if inputs.factors is not None and factor_gradients is not None:
                 factor_gradients[chosen] = self._dots(table[indices[chosen]].float(), values)
                 values = values * inputs.factors[chosen, None]
-            if shape.mode == "mean":
+            if shape.pooling == "mean":
                 values = values * (1 / counts[bags[chosen], None])
             rows_of.append(indices[chosen])
             values_of.append(values)

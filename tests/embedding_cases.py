@@ -41,7 +41,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     index_dtype: torch.dtype = torch.int64
     offset_dtype: torch.dtype = torch.int64
-    mode: str = "sum"
+    pooling: str = "sum"
     is_weighted: bool = False
     max_pooling: int = 6
     same_table: bool = False
@@ -66,8 +66,8 @@ CASES = [
     Case("int32 both, bf16", index_dtype=torch.int32, offset_dtype=torch.int32, dtype=torch.bfloat16),
     Case("fp16", dtype=torch.float16, dims=lambda rank: (24, 128)),
     Case("bf16", dtype=torch.bfloat16, dims=lambda rank: (128,) * 3),
-    Case("mean", mode="mean"),
-    Case("mean fp16", mode="mean", dtype=torch.float16),
+    Case("mean", pooling="mean"),
+    Case("mean fp16", pooling="mean", dtype=torch.float16),
     Case("weighted", is_weighted=True),
     Case("weighted bf16", is_weighted=True, dtype=torch.bfloat16, dims=lambda rank: (8, 32)),
     Case(
@@ -97,7 +97,7 @@ CASES = [
     ),
     Case("columns in turn, bf16 on the wire", dims=lambda rank: (128, 8, 256), wire=torch.bfloat16, is_in_turn=True),
     Case("bf16 on the wire", wire=torch.bfloat16),
-    Case("bf16 on the wire, mean", mode="mean", wire=torch.bfloat16, index_dtype=torch.int32),
+    Case("bf16 on the wire, mean", pooling="mean", wire=torch.bfloat16, index_dtype=torch.int32),
     Case("bf16 on the wire, weighted", is_weighted=True, dims=lambda rank: (8, 128), wire=torch.bfloat16),
     Case(
         "bf16 on the wire, mixed and odd widths",
@@ -189,7 +189,7 @@ def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequen
                 places = begins[bags] + j
                 values = weight[indices[places].long()]
                 total[bags] += values if factors is None else values * factors[places, None]
-            if case.mode == "mean":
+            if case.pooling == "mean":
                 scale = torch.where(lengths > 1, 1.0 / lengths.clamp(min=1).float(), torch.ones(()))
                 total *= scale[:, None]
             columns.append(total.to(case.result_dtype))
@@ -224,7 +224,7 @@ class EmbeddingTrial(Trial):
             indices.to(device),
             offsets.to(device),
             None if factors is None else factors.to(device),
-            mode=case.mode,
+            pooling=case.pooling,
             batch_per_rank=split,
             dim_per_rank=self._dims,
             dtype=case.dtype,
@@ -237,7 +237,7 @@ class EmbeddingTrial(Trial):
         found = self._placed.by_pe(output).cpu()
         problem = difference(found, self._wants[iteration])
         if problem is None and turn == 0:
-            problem = _is_near(case, found, reference(inputs, rank, split, case.mode), inputs, rank, split)
+            problem = _is_near(case, found, reference(inputs, rank, split, case.pooling), inputs, rank, split)
         return Outcome([output], problem)
 
     def close(self) -> None:
@@ -249,7 +249,7 @@ def _is_near(
 ) -> str | None:
     """Compare with the fp64 reference under the rounding bound of a sequential fp32 sum."""
     magnitudes = [([w.abs() for w in ws], i, o, None if f is None else f.abs()) for ws, i, o, f in inputs]
-    size = reference(magnitudes, rank, split, case.mode)
+    size = reference(magnitudes, rank, split, case.pooling)
     longest = max(case.max_pooling, case.huge_bag) + 2
     unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[case.result_dtype]
     bound = longest * 2.0**-23 * size + 2 * unit * exact.abs() + 1e-7

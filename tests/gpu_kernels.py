@@ -97,8 +97,12 @@ def embedding(
     is_weighted = pooling == "weighted sum"
     lookups = LookupKind(index, offset, 1, is_weighted, 1, from_sources)
     threads, rows = _threads(shapes, is_weighted, from_sources), Tuning().rows_in_flight
-    mode = "mean" if pooling == "mean" else "sum"
-    return GpuKernel(_request(dtype, wire or dtype, lookups, mode, shapes, threads, rows, BLOCKS_PER_SM), arch)
+    return GpuKernel(
+        _request(
+            dtype, wire or dtype, lookups, pooling.removeprefix("weighted "), shapes, threads, rows, BLOCKS_PER_SM
+        ),
+        arch,
+    )
 
 
 def backward(
@@ -119,7 +123,7 @@ def backward(
         dtype,
         wire or dtype,
         step,
-        mode="mean" if pooling == "mean" else "sum",
+        pooling=pooling.removeprefix("weighted "),
         is_weighted=pooling == "weighted sum",
         tiles=Tiles.of(width * dtype.itemsize),
         is_aligned=is_aligned,

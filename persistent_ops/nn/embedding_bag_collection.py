@@ -411,7 +411,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             pool = functools.partial(
                 embedding_all_to_all,
                 weights,
-                mode=group.pooling,
+                pooling=group.pooling,
                 dim_per_rank=group.dim_per_rank,
                 dtype=group.dtype,
                 wire_dtype=self._wire_dtype if group.dtype == torch.float32 else None,

@@ -207,7 +207,7 @@ class ReplicatedTables:
 
     def _pool(self, chosen: Sequence[LocalLookups]) -> list[torch.Tensor]:
         return [
-            pool_alone(stack.weights, *lookups, mode=stack.mode, bounds="ignore")
+            pool_alone(stack.weights, *lookups, pooling=stack.pooling, bounds="ignore")
             for stack, lookups in zip(self._stacks, chosen, strict=True)
         ]
 
@@ -266,7 +266,7 @@ class _Stack:
         tables: by their numbers in the layout, over the same memory.
         weights, features, names, limits: of each slot: its table, its feature and the name of that, its table's rows.
         room: for lookups that are picked out of a batch's.
-        mode: of pooling.
+        pooling: of the tables.
         optimizer: of all tables.
         num_floats: of their rows' sums and flags.
     """
@@ -291,7 +291,7 @@ class _Stack:
         self.features = SlotFeatures([slot.feature for slot in self._slots], len(layout.features), device)
         self.limits = torch.tensor([weight.shape[0] for weight in self.weights], dtype=torch.int64, device=device)
         self.room = max(1, math.ceil(max_batch * sum(lookups_per_sample[name] for name in self.names)))
-        self.mode = group.pooling
+        self.pooling = group.pooling
         self.optimizer = EmbeddingOptimizer([self._memory], algorithm, **options)
         self._states = [state.split(rows) for state in self.optimizer.state(self._memory)]
         self.num_floats = -(-dense_size(self.weights) // _ALIGNMENT) * _ALIGNMENT
@@ -342,7 +342,7 @@ class _Stack:
             indices,
             offsets,
             weights,
-            mode=self.mode,
+            pooling=self.pooling,
             memory=self._found,
             wants_factors=wants_factors,
         ).factors

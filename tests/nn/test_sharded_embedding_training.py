@@ -330,7 +330,7 @@ def test_only_the_rate_may_change() -> None:
 def _weights_differentiated_twice() -> str:
     tables, weights = [torch.ones(5, 4)], torch.ones(2, requires_grad=True)
     pooled = po.embedding_all_to_all(
-        tables, torch.arange(2), torch.arange(3), weights, mode="sum", optimizer=po.EmbeddingOptimizer(tables)
+        tables, torch.arange(2), torch.arange(3), weights, pooling="sum", optimizer=po.EmbeddingOptimizer(tables)
     )
     (gradient,) = torch.autograd.grad((pooled**2).sum(), [weights], create_graph=True)
     return error_of(lambda: gradient.sum().backward())[1]

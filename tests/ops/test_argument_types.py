@@ -59,7 +59,10 @@ def _row(*args: Any, **options: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "a list as mode": (lambda: _embed(mode=["sum"]), "ValueError; mode: expected one of 'sum', 'mean', got ['sum']"),
+    "a list as pooling": (
+        lambda: _embed(pooling=["sum"]),
+        "ValueError; pooling: expected one of 'sum', 'mean', got ['sum']",
+    ),
     "a list as bounds": (lambda: _embed(bounds=["ignore"]), "ValueError; bounds: expected one of "),
     "a list as rounding": (lambda: _optimizer(rounding=["nearest"]), "ValueError; rounding: expected one of "),
     "a word as seed of a table": (lambda: _optimizer(seed=["1"]), "TypeError; seed: expected whole numbers, got ['1']"),

@@ -234,19 +234,23 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         "per_sample_weights: expected a tensor, got list",
     ),
     "factors of a mean": (
-        lambda: {"per_sample_weights": factors(), "mode": "mean"},
+        lambda: {"per_sample_weights": factors(), "pooling": "mean"},
         ValueError,
-        "per_sample_weights: only mode='sum' takes them, got mode='mean'",
+        "per_sample_weights: only pooling='sum' takes them, got pooling='mean'",
     ),
     # choices
-    "mode": (lambda: {"mode": "max"}, ValueError, "mode: expected one of 'sum', 'mean', got 'max'"),
+    "pooling": (lambda: {"pooling": "max"}, ValueError, "pooling: expected one of 'sum', 'mean', got 'max'"),
     "bounds": (lambda: {"bounds": "clamp"}, ValueError, "bounds: expected one of 'fatal', 'ignore', got 'clamp'"),
     "schedule": (
         lambda: {"schedule": "random"},
         ValueError,
         "schedule: expected one of 'communication_aware', 'oblivious', got 'random'",
     ),
-    "mode that is no text": (lambda: {"mode": None}, ValueError, "mode: expected one of 'sum', 'mean', got None"),
+    "pooling that is no text": (
+        lambda: {"pooling": None},
+        ValueError,
+        "pooling: expected one of 'sum', 'mean', got None",
+    ),
     # batch_per_rank and dim_per_rank
     "batches of too many PEs": (
         lambda: {"batch_per_rank": [1, 2]},
@@ -342,7 +346,7 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
 
 
 # In these the set of tables and the plan are known from a call that was right; only the lookups change.
-KNOWN = ["indices on another device", "two-dimensional offsets", "too few factors", "ordinary out", "mode"]
+KNOWN = ["indices on another device", "two-dimensional offsets", "too few factors", "ordinary out", "pooling"]
 
 
 @dataclass(frozen=True)
@@ -422,7 +426,9 @@ def _parameter_list(backend: str) -> bool:
     po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     parameters = torch.nn.ParameterList([torch.nn.Parameter(w) for w in good()["weights"]])
     with torch.no_grad():
-        same = [torch.equal(call(weights=parameters, mode=mode), call(mode=mode)) for mode in ("sum", "mean")]
+        same = [
+            torch.equal(call(weights=parameters, pooling=pooling), call(pooling=pooling)) for pooling in ("sum", "mean")
+        ]
     result = call(weights=parameters)  # recorded
     po.finalize()
     return all(same) and result.grad_fn is not None

@@ -41,15 +41,15 @@ def operator_arguments(
     weights: list[torch.Tensor],
     found: Lookups,
     factors: torch.Tensor | None = None,
-    mode: str = "sum",
+    pooling: str = "sum",
     wire: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
     batch = (found[1].numel() - 1) // TABLES
     dtypes = (weights[0].dtype, wire or weights[0].dtype)
-    return (weights, *found, factors, [TABLES * DIM], [batch], *dtypes, mode, "fatal", "communication_aware", None)
+    return (weights, *found, factors, [TABLES * DIM], [batch], *dtypes, pooling, "fatal", "communication_aware", None)
 
 
-def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor | None, mode: str) -> torch.Tensor:
+def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor | None, pooling: str) -> torch.Tensor:
     """Return what a world of one must give, in fp64, by torch's own operator."""
     indices, offsets = (x.cpu() for x in found)
     columns = []
@@ -61,7 +61,7 @@ def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor 
                 indices[low:high],
                 weights[t].detach().cpu().double(),
                 bounds - low,
-                mode=mode,
+                mode=pooling,
                 per_sample_weights=None if factors is None else factors[low:high].cpu().double(),
                 include_last_offset=True,
             )
@@ -77,12 +77,12 @@ def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
 
 
 def _opcheck(kind: str) -> list[str]:
-    mode = "mean" if kind == "mean" else "sum"
+    pooling = "mean" if kind == "mean" else "sum"
     factors = torch.rand(23, device=po.device()) if kind == "weighted" else None
     # Tables that require a gradient are left to the tests below: test_aot_dispatch_dynamic runs the backward pass of
     # what requires one, and that of torch.ops' operator raises.
     wire = torch.bfloat16 if kind == "wire" else None
-    arguments = operator_arguments(tables(), lookups(23), factors, mode, wire)
+    arguments = operator_arguments(tables(), lookups(23), factors, pooling, wire)
     operators, out = torch.ops.persistent_ops, po.empty(BATCH, TABLES * DIM, dtype=wire or torch.float32)
     problems = opcheck_problems({"plain": (operators.embedding_all_to_all, arguments, {})})
     # The others are left out: they call the operator with clones of `out`, which are not in the symmetric heap, where
@@ -101,13 +101,13 @@ def _operator_and_function() -> list[str]:
     operators = torch.ops.persistent_ops
     for dtype, kinds in ((torch.float32, "sum mean weighted wire"), (torch.float16, "sum"), (torch.bfloat16, "sum")):
         for iteration, kind in enumerate(kinds.split()):
-            mode, weighted = "mean" if kind == "mean" else "sum", kind == "weighted"
+            pooling, weighted = "mean" if kind == "mean" else "sum", kind == "weighted"
             weights, found = tables(dtype), lookups(30 + iteration, seed=iteration)
             factors = torch.rand(30 + iteration, device=po.device()) if weighted else None
             copies = [x.clone() for x in (*weights, *found)]
             wire = torch.bfloat16 if kind == "wire" else dtype
-            arguments = operator_arguments(weights, found, factors, mode, wire)
-            function = po.embedding_all_to_all(weights, *found, factors, mode=mode, wire_dtype=wire)
+            arguments = operator_arguments(weights, found, factors, pooling, wire)
+            function = po.embedding_all_to_all(weights, *found, factors, pooling=pooling, wire_dtype=wire)
             operator = operators.embedding_all_to_all(*arguments)
             out = po.empty(BATCH, TABLES * DIM, dtype=wire)
             out.fill_(float("nan"))
@@ -116,7 +116,7 @@ def _operator_and_function() -> list[str]:
             where = f"{dtype}, {kind}"
             if nothing is not None or not (torch.equal(function, operator) and torch.equal(function, out)):
                 problems.append(f"{where}: function, operator and out= differ")
-            error = (function.cpu().double() - expected(weights, found, factors, mode)).abs().max()
+            error = (function.cpu().double() - expected(weights, found, factors, pooling)).abs().max()
             if float(error) > {torch.float32: 1e-4}.get(wire, 0.2):
                 problems.append(f"{where}: differs from torch by {float(error)}")
             if any(not torch.equal(x, copy) for x, copy in zip((*weights, *found), copies, strict=True)):
@@ -196,7 +196,7 @@ def _fake_tensors() -> list[str]:
         for dtype in (torch.float32, torch.bfloat16):
             weights = [mode.from_tensor(weight) for weight in tables(dtype)]
             found = [mode.from_tensor(x) for x in lookups(23)]
-            for options in ({}, {"dim_per_rank": [TABLES * DIM]}, {"mode": "mean"}, {"schedule": "oblivious"}):
+            for options in ({}, {"dim_per_rank": [TABLES * DIM]}, {"pooling": "mean"}, {"schedule": "oblivious"}):
                 result = po.embedding_all_to_all(weights, *found, **options)  # type: ignore[arg-type]
                 shape = (BATCH, TABLES * DIM)
                 kind = (type(result), tuple(result.shape), result.dtype, result.device)
@@ -205,7 +205,7 @@ def _fake_tensors() -> list[str]:
             out = mode.from_tensor(torch.empty(BATCH, TABLES * DIM, dtype=dtype, device=po.device()))
             if po.embedding_all_to_all(weights, *found, out=out) is not out:
                 problems.append(f"{dtype}: out= was not returned")
-        for options, text in (({"mode": "max"}, "mode: expected"), ({"schedule": "x"}, "schedule")):
+        for options, text in (({"pooling": "max"}, "pooling: expected"), ({"schedule": "x"}, "schedule")):
             with pytest.raises(ValueError, match=text):
                 po.embedding_all_to_all(weights, *found, **options)  # type: ignore[arg-type]
     return problems
@@ -237,13 +237,13 @@ def test_make_fx_sees_the_operator(backend: str) -> None:
 class Interaction(torch.nn.Module):
     """The exchange as a model uses it: tables, exchange, pairwise products of the features."""
 
-    def __init__(self, mode: str = "sum", wire: torch.dtype | None = None) -> None:
+    def __init__(self, pooling: str = "sum", wire: torch.dtype | None = None) -> None:
         super().__init__()
         self.tables = torch.nn.ParameterList([torch.nn.Parameter(w, requires_grad=False) for w in tables()])
-        self.mode, self.wire = mode, wire
+        self.pooling, self.wire = pooling, wire
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        rows = po.embedding_all_to_all(list(self.tables), indices, offsets, mode=self.mode, wire_dtype=self.wire)
+        rows = po.embedding_all_to_all(list(self.tables), indices, offsets, pooling=self.pooling, wire_dtype=self.wire)
         features = rows.float().view(rows.shape[0], -1, DIM)
         return torch.bmm(features, features.transpose(1, 2))
 
@@ -256,14 +256,14 @@ _CALLS = [(6, (23, 23)), (6, (30, 23)), (8, (40, 50)), (7, (33, 50)), (6, (23, 2
 def _compiled(backend: str) -> list[str]:
     po.init(backend, operator_timeout=200.0, heap_size=32 * MB)  # a PE may compile for longer than the other
     problems = []
-    for mode, wire in (("sum", None), ("mean", torch.bfloat16)):
-        model = Interaction(mode, wire)
+    for pooling, wire in (("sum", None), ("mean", torch.bfloat16)):
+        model = Interaction(pooling, wire)
         compiled = torch.compile(model, fullgraph=True)
-        for number, (batch, sizes) in enumerate(_CALLS if mode == "sum" else _CALLS[:2]):
+        for number, (batch, sizes) in enumerate(_CALLS if pooling == "sum" else _CALLS[:2]):
             found = lookups(sizes[po.rank()], batch, seed=number)
             rows = compiled(*found)
             if not torch.equal(rows, model(*found)):
-                problems.append(f"{mode}, {wire}, call {number}: differs from eager")
+                problems.append(f"{pooling}, {wire}, call {number}: differs from eager")
     po.check()
     po.finalize()
     return problems

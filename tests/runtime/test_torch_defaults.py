@@ -95,7 +95,7 @@ def _by_operators() -> list[torch.Tensor]:
     optimizer.step_count, optimizer.seeds = 3, [5]  # type: ignore[assignment]
     lookups, offsets = _whole(0, 2, 2, 5), _whole(0, 1, 3, 4)
     for weights, given in ((tables, {"optimizer": optimizer}), (sparse, {})):
-        pooled = po.embedding_all_to_all(weights, lookups, offsets, mode="mean", **given)  # type: ignore[arg-type]
+        pooled = po.embedding_all_to_all(weights, lookups, offsets, pooling="mean", **given)  # type: ignore[arg-type]
         pooled.backward(torch.ones_like(pooled))
     assert sparse[0].grad is not None
     twice = torch.sparse_coo_tensor(

@@ -16,10 +16,10 @@ from ...runtime.team import Team
 from ...runtime.torch_library import TorchOperator
 from ...runtime.torch_private import num_dispatch_modes
 from .backward import EmbeddingOptimizer
-from .checks import MODES, SCHEDULES, check_tables_and_split, check_types
+from .checks import POOLINGS, SCHEDULES, check_tables_and_split, check_types
 from .gradients import record_sparse
 from .lookups import Lookups
-from .plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_pooling
+from .plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_lookups_per_bag
 from .recorded_call import EmbeddingCall
 from .split import completed, dims_at_compile_time, exchange_dims, table_sets
 
@@ -32,7 +32,7 @@ def embedding_all_to_all(
     offsets: torch.Tensor | None = None,
     per_sample_weights: torch.Tensor | None = None,
     *,
-    mode: str = "sum",
+    pooling: str = "sum",
     out: torch.Tensor | None = None,
     batch_per_rank: Sequence[int] | None = None,
     dim_per_rank: Sequence[int] | None = None,
@@ -63,8 +63,8 @@ def embedding_all_to_all(
             that passed them to `exchange`.
         offsets: `[T * B + 1]`, int32 or int64, feature-major: bag (t, b) of the global batch B is
             indices[offsets[t * B + b] : offsets[t * B + b + 1]]. An empty bag gives zeros.
-        per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
-        mode: "sum", or "mean" (over the entries that are not skipped).
+        per_sample_weights: `[n]`, float32, factors of the rows; with pooling "sum" only.
+        pooling: "sum", or "mean" (over the entries that are not skipped).
         out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead; it
             begins at a multiple of 16 bytes, and overlaps nothing that is read.
         batch_per_rank: samples that each PE receives, in rank order; None for B // world_size each and one more on the
@@ -125,7 +125,7 @@ def embedding_all_to_all(
     """
     if offsets is not None and optimizer is None and not (requires_grad or torch.compiler.is_compiling()):
         choices_of_call: tuple[Any, ...]
-        choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
+        choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
         pooled = _as_before(weights, indices, offsets, per_sample_weights, out, choices_of_call)
         if pooled is not None:
             return pooled
@@ -145,7 +145,7 @@ def embedding_all_to_all(
     records = torch.is_grad_enabled()
     may_record = records and _may_record()
     is_required = _require_gradients(weights, differentiated) if may_record else None
-    choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
+    choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
     if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
         return _recorded(weights, indices, offsets, per_sample_weights, out, choices_of_call, optimizer)
     if optimizer is not None and not torch.compiler.is_compiling():
@@ -210,7 +210,7 @@ def _unrecorded(
     result: torch.Tensor
     if isinstance(indices, Lookups):
         kind = _kind_of_arrived(weights, indices)
-        of_kind = (kind.index_dtype, kind.is_weighted, kind.pooling, kind.num_beside)
+        of_kind = (kind.index_dtype, kind.is_weighted, kind.lookups_per_bag, kind.num_beside)
         arguments = (weights, indices.sources, *of_kind, *choices)
         result = _operator_from_sources(arguments, {"out": out}, (indices.sources,), (out,), tables)
     else:
@@ -222,9 +222,9 @@ def _unrecorded(
 
 def _kind_of_arrived(weights: Sequence[torch.Tensor], lookups: Lookups) -> LookupKind:
     num_bags = len(weights) * sum(lookups.batch_per_rank or ())
-    pooling = average_pooling(lookups.capacity, num_bags)
+    lookups_per_bag = average_lookups_per_bag(lookups.capacity, num_bags)
     return LookupKind(
-        lookups.index_dtype, torch.int32, num_bags + 1, lookups.is_weighted, pooling, True, lookups.num_beside
+        lookups.index_dtype, torch.int32, num_bags + 1, lookups.is_weighted, lookups_per_bag, True, lookups.num_beside
     )
 
 
@@ -259,8 +259,8 @@ def _as_before(
         dims, batches, columns = (None if each is None else tuple(each) for each in numbers)
         choices = dims, batches, *choices[2:-1], columns
     num_offsets = offsets.numel()
-    pooling = average_pooling(indices.numel(), num_offsets - 1)
-    call = indices.dtype, offsets.dtype, num_offsets, per_sample_weights is None, pooling, choices
+    lookups_per_bag = average_lookups_per_bag(indices.numel(), num_offsets - 1)
+    call = indices.dtype, offsets.dtype, num_offsets, per_sample_weights is None, lookups_per_bag, choices
     try:
         known = tables.calls.get(call)
     except TypeError:  # of what is not what it should be
@@ -294,7 +294,7 @@ def pool_alone(
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None = None,
     *,
-    mode: str = "sum",
+    pooling: str = "sum",
     bounds: str = "fatal",
 ) -> torch.Tensor:
     """Pool the bags of samples that are all this PE's own, on this PE alone.
@@ -305,8 +305,8 @@ def pool_alone(
         weights: T tables `[R_t, D_t]`, at least one, as for `embedding_all_to_all`.
         indices: `[n]`, int32 or int64.
         offsets: `[T * B + 1]`, int32 or int64, feature-major.
-        per_sample_weights: `[n]`, float32, factors of the rows; with mode "sum" only.
-        mode: "sum" or "mean".
+        per_sample_weights: `[n]`, float32, factors of the rows; with pooling "sum" only.
+        pooling: "sum" or "mean".
         bounds: as of `embedding_all_to_all`; with "ignore" the last offset may come before the last index.
 
     Returns:
@@ -322,7 +322,7 @@ def pool_alone(
     world = _world.for_call()
     kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
     dims, batch = sum(weight.shape[1] for weight in weights), (offsets.numel() - 1) // len(weights)
-    key = _key(world, world.alone, weights, kind, (dims,), (batch,), None, None, mode, bounds, SCHEDULES[0])
+    key = _key(world, world.alone, weights, kind, (dims,), (batch,), None, None, pooling, bounds, SCHEDULES[0])
     return _launched(world, _plans(world), key, weights, indices, offsets, per_sample_weights)
 
 
@@ -398,7 +398,7 @@ def _run_from_sources(
     sources: torch.Tensor,
     index_dtype: torch.dtype,
     is_weighted: bool,
-    pooling: int,
+    lookups_per_bag: int,
     num_beside: int,
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int],
@@ -408,7 +408,7 @@ def _run_from_sources(
     """The same for lookups that are where an input exchange has left them, which has checked them."""
     world = _world.for_call()
     num_offsets = len(weights) * sum(batch_per_rank) + 1
-    kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, pooling, True, num_beside)
+    kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, lookups_per_bag, True, num_beside)
     key = _key(world, world.team, weights, kind, dim_per_rank, batch_per_rank, *choices)
     return _launched_from(world, key, weights, sources, out)
 
@@ -474,14 +474,16 @@ def _fake(
     batch_per_rank: Sequence[int],
     dtype: torch.dtype,
     wire_dtype: torch.dtype,
-    mode: str,
+    pooling: str,
     bounds: str,
     schedule: str,
     columns: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if mode not in MODES or schedule not in SCHEDULES:
-        raise ValueError(f"mode: expected one of {MODES}, got {mode!r}; schedule: one of {SCHEDULES}, got {schedule!r}")
+    if pooling not in POOLINGS or schedule not in SCHEDULES:
+        raise ValueError(
+            f"pooling: expected one of {POOLINGS}, got {pooling!r}; schedule: one of {SCHEDULES}, got {schedule!r}"
+        )
     rows = batch_per_rank[_world.current().rank]
     return indices.new_empty((rows, sum(dim_per_rank)), dtype=wire_dtype)
 
@@ -491,19 +493,19 @@ def _fake_from_sources(
     sources: torch.Tensor,
     index_dtype: torch.dtype,
     is_weighted: bool,
-    pooling: int,
+    lookups_per_bag: int,
     num_beside: int,
     dim_per_rank: Sequence[int],
     batch_per_rank: Sequence[int],
     dtype: torch.dtype,
     wire_dtype: torch.dtype,
-    mode: str,
+    pooling: str,
     bounds: str,
     schedule: str,
     columns: Sequence[int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    split_and_choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, bounds, schedule, columns)
+    split_and_choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
     return _fake(weights, sources, sources, None, *split_and_choices, out)
 
 
@@ -512,7 +514,7 @@ def _check_from_sources(
     sources: torch.Tensor,
     index_dtype: torch.dtype,
     is_weighted: bool,
-    pooling: int,
+    lookups_per_bag: int,
     num_beside: int,
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
@@ -527,12 +529,12 @@ def _complete_from_sources(
     sources: torch.Tensor,
     index_dtype: torch.dtype,
     is_weighted: bool,
-    pooling: int,
+    lookups_per_bag: int,
     num_beside: int,
     *split_and_choices: Any,
 ) -> tuple[Any, ...]:
     completed = _complete(weights, sources, sources, None, *split_and_choices)
-    return (weights, sources, index_dtype, is_weighted, pooling, num_beside, *completed[4:])
+    return (weights, sources, index_dtype, is_weighted, lookups_per_bag, num_beside, *completed[4:])
 
 
 _NO_GRADIENT = (
@@ -576,7 +578,7 @@ def reference(
     inputs: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor | None]],
     rank: int,
     batch_per_rank: Sequence[int],
-    mode: str = "sum",
+    pooling: str = "sum",
 ) -> torch.Tensor:
     """Compute PE `rank`'s result in fp64 on the CPU, from every PE's (weights, indices, offsets, per_sample_weights).
 
@@ -597,7 +599,7 @@ def reference(
                     indices[low:high].cpu().long(),
                     table,
                     bounds - low,
-                    mode=mode,
+                    mode=pooling,
                     per_sample_weights=factors,
                     include_last_offset=True,
                 )

@@ -28,7 +28,7 @@ from .widths import agree_on_widths
 __all__ = ["EmbeddingOptimizer", "backward_key", "in_float32", "num_tables", "tables_named"]
 
 _ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
-_DECAY_MODES = tuple(mode for mode in DECAYS if mode != "none")
+_DECAY_MODES = tuple(decay for decay in DECAYS if decay != "none")
 _MOST_STEPS = 1_000_000
 _MOST_NAMED = 8  # tables, in an error
 _MOST_KEYS = 256
@@ -347,7 +347,7 @@ class EmbeddingOptimizer:
         early_wgs = plan.early_wgs
         rate, scale, step_count, beta_powers, seeds, *states = own
         with world.workspace.whole_call():
-            inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean", room_for=early_wgs)
+            inverted = inputs.invert(world, plan.rows, counts=key.pooling == "mean", room_for=early_wgs)
             OPERATOR.begin_changes(world, plan.changed, [*weights, *states])
             plan.launch(
                 gradient,
@@ -414,7 +414,7 @@ def backward_key(
         tuple(batches),
         dtype,
         wire_dtype,
-        choices.mode,
+        choices.pooling,
         lookups.is_weighted,
         lookups.from_sources,
         None if choices.columns is None else tuple(choices.columns),

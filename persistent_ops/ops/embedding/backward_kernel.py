@@ -76,7 +76,7 @@ def kernel_request(
     wire_dtype: torch.dtype,
     step: str,
     *,
-    mode: str,
+    pooling: str,
     is_weighted: bool,
     is_aligned: bool,
     tiles: Tiles,
@@ -88,13 +88,13 @@ def kernel_request(
     has_one_wg: bool = False,
 ) -> KernelRequest:
     """Return what is compiled for one combination of choices; `has_one_wg`: whether an SM has a large WG alone."""
-    pooling = "kMean" if mode == "mean" else "kWeightedSum" if is_weighted else "kSum"
+    enumerator = "kMean" if pooling == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     is_narrow = dtype.itemsize == 2  # more columns a chunk
     has_many_columns = tiles.row_chunks > 2 * tiles.lanes or is_narrow  # in a lane
     is_tight = has_many_columns or tiles.lanes == _LANES[-1] or not is_aligned
     needs_registers = int(step == "adam" or (step == "adagrad" and is_tight))
-    needs_registers += (is_weighted or mode == "mean") + has_wide_keys
+    needs_registers += (is_weighted or pooling == "mean") + has_wide_keys
     needs_registers += is_narrow and (step == "adam" or decay != "none")
     needs_registers += is_narrow and not is_aligned
     # Of rows of 1 KB, and of elements one by one, squares take a few registers more than three WGs of an SM leave.
@@ -113,7 +113,7 @@ def kernel_request(
             "scalar": SCALARS[dtype],
             "wire": SCALARS[wire_dtype],
             "step": f"{scope}Step::{STEPS[step]}",
-            "pooling": f"{scope}Pooling::{pooling}",
+            "pooling": f"{scope}Pooling::{enumerator}",
             "decay": f"{scope}Decay::{DECAYS[decay]}",
             "rounding": f"{scope}Rounding::{ROUNDINGS[rounding]}",
             "has_max_norm": has_max_norm,

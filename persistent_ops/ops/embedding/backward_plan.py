@@ -100,7 +100,7 @@ class BackwardKey(NamedTuple):
         tables: this PE's.
         optimizer: stands for the optimizer whose states are updated; None: there is none, under GRADIENT.
         tuning: see `OperatorState`.
-        dim_per_rank, batch_per_rank, dtype, wire_dtype, mode, is_weighted: of the forward pass.
+        dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, is_weighted: of the forward pass.
         widths: of every PE's tables.
         from_sources: whether lookups are where an input exchange has left them.
         columns: of the forward pass.
@@ -115,7 +115,7 @@ class BackwardKey(NamedTuple):
     batch_per_rank: tuple[int, ...]
     dtype: torch.dtype
     wire_dtype: torch.dtype
-    mode: str
+    pooling: str
     is_weighted: bool
     from_sources: bool = False
     columns: tuple[int, ...] | None = None
@@ -354,7 +354,7 @@ class BackwardPlan(Plan):
             key.dtype,
             key.wire_dtype,
             step,
-            mode=key.mode,
+            pooling=key.pooling,
             is_weighted=key.is_weighted,
             is_aligned=not self._is_host and all(place % vector_bytes() == 0 for place in places),
             tiles=tiles,

@@ -15,7 +15,7 @@ from ...runtime.team import Team
 
 __all__ = [
     "BOUNDS",
-    "MODES",
+    "POOLINGS",
     "SCHEDULES",
     "check_are_tables",
     "check_choices",
@@ -29,7 +29,7 @@ __all__ = [
     "seeds_of",
 ]
 
-MODES = ("sum", "mean")
+POOLINGS = ("sum", "mean")
 SCHEDULES = ("communication_aware", "oblivious")
 BOUNDS = ("fatal", "ignore")
 
@@ -77,12 +77,16 @@ def check_are_tables(weights: Sequence[torch.Tensor]) -> None:
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor, got shape {list(weight.shape)}")
 
 
-def check_choices(mode: str, bounds: str, schedule: str, *, is_weighted: bool) -> None:
-    for name, value, choices in (("mode", mode, MODES), ("bounds", bounds, BOUNDS), ("schedule", schedule, SCHEDULES)):
+def check_choices(pooling: str, bounds: str, schedule: str, *, is_weighted: bool) -> None:
+    for name, value, choices in (
+        ("pooling", pooling, POOLINGS),
+        ("bounds", bounds, BOUNDS),
+        ("schedule", schedule, SCHEDULES),
+    ):
         if value not in choices:
             raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-    if is_weighted and mode != "sum":
-        raise ValueError(f"per_sample_weights: only mode='sum' takes them, got mode={mode!r}")
+    if is_weighted and pooling != "sum":
+        raise ValueError(f"per_sample_weights: only pooling='sum' takes them, got pooling={pooling!r}")
 
 
 def most_rows() -> int:

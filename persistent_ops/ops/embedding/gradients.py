@@ -18,7 +18,7 @@ from ...runtime.torch_private import queue_callback
 from .backward import backward_key, num_tables
 from .backward_kernel import GRADIENT
 from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity, rows_of
-from .checks import MODES, check_gradient
+from .checks import POOLINGS, check_gradient
 from .inversion import Inverted, invert
 from .recorded_call import EmbeddingCall, Inputs, Recording, record
 from .split import table_set
@@ -57,7 +57,7 @@ def dense_gradients(
     offsets: torch.Tensor,
     per_sample_weights: torch.Tensor | None = None,
     *,
-    mode: str = "sum",
+    pooling: str = "sum",
     scale: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
     wants_factors: bool = False,
@@ -75,8 +75,8 @@ def dense_gradients(
         indices: `[n]`, int32 or int64: the lookups of the B samples, bag after bag. Those outside of a table are
             skipped.
         offsets: `[T * B + 1]`, int32 or int64, feature-major.
-        per_sample_weights: `[n]`, float32; with mode "sum" only.
-        mode: "sum" or "mean".
+        per_sample_weights: `[n]`, float32; with pooling "sum" only.
+        pooling: "sum" or "mean".
         scale: `[1]`, float32, on the device; None for 1.
         memory: `[dense_size(weights)]`, float32, contiguous, at a multiple of 16 bytes, also of the symmetric heap;
             None: it is allocated.
@@ -91,7 +91,7 @@ def dense_gradients(
     """
     world = _world.for_call()
     widths = tuple(weight.shape[1] for weight in weights)
-    _check(gradient, weights, mode, per_sample_weights)
+    _check(gradient, weights, pooling, per_sample_weights)
     if memory is None:
         memory = torch.empty(dense_size(weights), dtype=torch.float32, device=gradient.device)
     _check_memory(memory, dense_size(weights))
@@ -105,11 +105,13 @@ def dense_gradients(
         (gradient.shape[0],),
         gradient.dtype,
         gradient.dtype,
-        mode,
+        pooling,
         per_sample_weights is not None,
     )
     plan = gradient_plan(world, key, weights, memory)
-    inverted = invert(world, plan.rows, indices, offsets, counts=mode == "mean", lookups=per_sample_weights is not None)
+    inverted = invert(
+        world, plan.rows, indices, offsets, counts=pooling == "mean", lookups=per_sample_weights is not None
+    )
     memory.zero_()
     found = _views(memory, weights)
     factors = None
@@ -172,7 +174,7 @@ def _sparse_gradients(
     gradient = rows_of(gradient)
     key = backward_key(call, None, gradient.dtype, forward_pass)
     plan = gradient_plan(world, key, weights)
-    inverted = inputs.invert(world, plan.rows, counts=key.mode == "mean")
+    inverted = inputs.invert(world, plan.rows, counts=key.pooling == "mean")
     factors = inputs.factors
     factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
     touched = _Touched.of(plan, inverted, weights)
@@ -304,11 +306,11 @@ def _views(memory: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[list[
 
 
 def _check(
-    gradient: torch.Tensor, weights: Sequence[torch.Tensor], mode: str, per_sample_weights: torch.Tensor | None
+    gradient: torch.Tensor, weights: Sequence[torch.Tensor], pooling: str, per_sample_weights: torch.Tensor | None
 ) -> None:
     check_gradient(gradient, weights)
-    if mode not in MODES or (mode == "mean" and per_sample_weights is not None):
-        raise ValueError(f"mode: expected one of {MODES}, 'sum' with per_sample_weights, got {mode!r}")
+    if pooling not in POOLINGS or (pooling == "mean" and per_sample_weights is not None):
+        raise ValueError(f"pooling: expected one of {POOLINGS}, 'sum' with per_sample_weights, got {pooling!r}")
 
 
 def _check_memory(memory: torch.Tensor, size: int) -> None:

@@ -32,7 +32,7 @@ __all__ = [
     "EmbeddingPlan",
     "LookupKind",
     "Tuning",
-    "average_pooling",
+    "average_lookups_per_bag",
     "dtypes_of",
     "numbers_of",
 ]
@@ -117,7 +117,7 @@ class LookupKind(NamedTuple):
     Attributes:
         index_dtype, offset_dtype, is_weighted: of the lookups.
         num_offsets: T * B + 1.
-        pooling: see `average_pooling`.
+        lookups_per_bag: see `average_lookups_per_bag`.
         from_sources: whether they are where an input exchange has left them.
         num_beside: how many of the first tables run beside the others; see `ExchangeOrder`.
     """
@@ -126,7 +126,7 @@ class LookupKind(NamedTuple):
     offset_dtype: torch.dtype
     num_offsets: int
     is_weighted: bool
-    pooling: int
+    lookups_per_bag: int
     from_sources: bool = False
     num_beside: int = 0
 
@@ -136,8 +136,8 @@ class LookupKind(NamedTuple):
     ) -> LookupKind:
         """Return the kind of the global batch's lookups, side by side as `embedding_all_to_all` takes them."""
         num_offsets = offsets.numel()
-        pooling = average_pooling(indices.numel(), num_offsets - 1)
-        return cls(indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, pooling)
+        lookups_per_bag = average_lookups_per_bag(indices.numel(), num_offsets - 1)
+        return cls(indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, lookups_per_bag)
 
 
 class Choices(NamedTuple):
@@ -147,7 +147,7 @@ class Choices(NamedTuple):
     batch_per_rank: Sequence[int] | None
     dtype: torch.dtype | None
     wire_dtype: torch.dtype | None
-    mode: str
+    pooling: str
     bounds: str
     schedule: str
     columns: Sequence[int] | None
@@ -160,7 +160,7 @@ class Choices(NamedTuple):
         batch_per_rank: Sequence[int] | None,
         dtype: torch.dtype | None,
         wire_dtype: torch.dtype | None,
-        mode: str,
+        pooling: str,
         bounds: str,
         schedule: str,
         columns: Sequence[int] | None = None,
@@ -168,7 +168,7 @@ class Choices(NamedTuple):
         """Return what a call has chosen, with sequences as tuples, and both dtypes."""
         dims, batches = numbers_of("dim_per_rank", dim_per_rank), numbers_of("batch_per_rank", batch_per_rank)
         dtypes = dtypes_of(weights, dtype, wire_dtype)
-        return cls(dims, batches, *dtypes, mode, bounds, schedule, numbers_of("columns", columns))
+        return cls(dims, batches, *dtypes, pooling, bounds, schedule, numbers_of("columns", columns))
 
 
 def numbers_of(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -248,7 +248,7 @@ class EmbeddingPlan(Plan):
         team, choices, rank = key.team, key.choices, key.team.rank
         assert choices.dtype is not None and choices.wire_dtype is not None
         self._table_dtype, self.dtype = choices.dtype, choices.wire_dtype
-        check_choices(choices.mode, choices.bounds, choices.schedule, is_weighted=key.lookups.is_weighted)
+        check_choices(choices.pooling, choices.bounds, choices.schedule, is_weighted=key.lookups.is_weighted)
         check_tables(weights, self._table_dtype, self._device)
         check_wire(self._table_dtype, self.dtype)
         check_split(team, weights, key.lookups.num_offsets, dim_per_rank, batch_per_rank)
@@ -292,8 +292,13 @@ class EmbeddingPlan(Plan):
     # ---- its parts -------------------------------------------------------------------------------------------------
 
     def _choose_slices(self, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int]) -> _Slices:
-        world, team, tuning, pooling = self._world, self._key.team, self._tuning, self._key.lookups.pooling
-        samples = tuning.slice_samples or _slice_samples(world, team, weights, batch_per_rank, pooling)
+        world, team, tuning, lookups_per_bag = (
+            self._world,
+            self._key.team,
+            self._tuning,
+            self._key.lookups.lookups_per_bag,
+        )
+        samples = tuning.slice_samples or _slice_samples(world, team, weights, batch_per_rank, lookups_per_bag)
         if not 1 <= samples <= warp_size():  # the ends of a task's bags lie in the lanes of a warp
             raise ValueError(f"slice_samples: expected 1 to {warp_size()}, got {samples}")
         if -(-max(batch_per_rank) // samples) > world.workspace.max_ready_words:
@@ -347,8 +352,8 @@ class EmbeddingPlan(Plan):
             threads *= 2  # of both WGs that an SM has otherwise
         self._grid = tuning.work_groups or backend.num_sms * backend.default_blocks_per_sm
         blocks_per_sm = -(-self._grid // backend.num_sms)
-        mode, rows = self._key.choices.mode, tuning.rows_in_flight
-        request = _request(self._table_dtype, self.dtype, lookups, mode, shapes, threads, rows, blocks_per_sm)
+        pooling, rows = self._key.choices.pooling, tuning.rows_in_flight
+        request = _request(self._table_dtype, self.dtype, lookups, pooling, shapes, threads, rows, blocks_per_sm)
         self._kernel = self._world.load(request, self._key.team)
         check_resident(self._kernel, self._grid)
         if self._grid > self._world.workspace.max_ready_words:
@@ -443,14 +448,14 @@ class EmbeddingPlan(Plan):
 # ---- choices -------------------------------------------------------------------------------------------------------
 
 
-def average_pooling(num_indices: int, num_bags: int) -> int:
+def average_lookups_per_bag(num_indices: int, num_bags: int) -> int:
     """Return the lookups per bag, rounded up to a power of two: plans are made per such class."""
-    pooling = -(-num_indices // max(num_bags, 1))
-    return 1 << (pooling - 1).bit_length() if pooling else 1
+    lookups_per_bag = -(-num_indices // max(num_bags, 1))
+    return 1 << (lookups_per_bag - 1).bit_length() if lookups_per_bag else 1
 
 
 def _slice_samples(
-    world: World, team: Team, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int], pooling: int
+    world: World, team: Team, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int], lookups_per_bag: int
 ) -> int:
     """Return how many samples a slice, and so a task, has.
 
@@ -461,7 +466,7 @@ def _slice_samples(
     fewest = max(1, -(-samples // world.workspace.max_ready_words))
     if not team.all_reachable or not weights:
         return max(fewest, min(8, samples // 16))
-    bag_bytes = pooling * max(weight.shape[1] * weight.element_size() for weight in weights)
+    bag_bytes = lookups_per_bag * max(weight.shape[1] * weight.element_size() for weight in weights)
     by_bytes = _TASK_BYTES // max(bag_bytes, 1)
     workers = world.backend.num_sms * world.backend.default_blocks_per_sm * 8
     by_share = len(weights) * sum(batch_per_rank) // (_TASKS_PER_WARP * workers)
@@ -548,7 +553,7 @@ def _request(
     dtype: torch.dtype,
     wire_dtype: torch.dtype,
     lookups: LookupKind,
-    mode: str,
+    pooling: str,
     shapes: int,
     threads: int,
     rows_in_flight: int,
@@ -557,7 +562,7 @@ def _request(
     for name, given in (("indices", lookups.index_dtype), ("offsets", lookups.offset_dtype)):
         if given not in INDEX_TYPES:
             raise TypeError(f"{name}: expected int32 or int64, got {given}")
-    pooling = "kMean" if mode == "mean" else "kWeightedSum" if lookups.is_weighted else "kSum"
+    enumerator = "kMean" if pooling == "mean" else "kWeightedSum" if lookups.is_weighted else "kSum"
     return KernelRequest.of(
         "embedding_all_to_all",
         {
@@ -565,7 +570,7 @@ def _request(
             "wire": SCALARS[wire_dtype],
             "index": INDEX_TYPES[lookups.index_dtype],
             "offset": INDEX_TYPES[lookups.offset_dtype],
-            "pooling": f"po::Pooling::{pooling}",
+            "pooling": f"po::Pooling::{enumerator}",
             "sources": lookups.from_sources,
             "shapes": shapes,
             "rows_in_flight": rows_in_flight,

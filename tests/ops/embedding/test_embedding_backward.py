@@ -56,7 +56,7 @@ class BackwardTrial(Trial):
             indices,
             offsets,
             factors,
-            mode=shape.mode,
+            pooling=shape.pooling,
             batch_per_rank=split,
             dim_per_rank=columns_of(case, world),
             dtype=shape.dtype,
@@ -250,7 +250,7 @@ def _with_decay(algorithm: str, mode: str, max_norm: float | None) -> list[float
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "mode", "max_norm"),
+    ("algorithm", "pooling", "max_norm"),
     [
         ("adam", "", None),
         ("rowwise_adagrad", "l2", None),

@@ -19,7 +19,7 @@ from worlds import in_world
 
 import persistent_ops as po
 
-_NARROW = dataclasses.replace(SMALL, name="narrow", dtype=torch.bfloat16, mode="mean")
+_NARROW = dataclasses.replace(SMALL, name="narrow", dtype=torch.bfloat16, pooling="mean")
 _WEIGHTED = dataclasses.replace(SMALL, name="weighted", is_weighted=True)
 _CASES = [case_of(algorithm) for algorithm in ("sgd", "adagrad", "adam")]
 _CASES += [Case("rowwise, L2", _NARROW, "rowwise_adagrad", (("weight_decay", 0.01),)), case_of("sgd", _WEIGHTED)]
@@ -72,7 +72,7 @@ class _Steps(Training):
         indices, offsets, *rest = self._buffers
         factors = rest[0] if rest else None
         choices = {
-            "mode": self._case.shape.mode,
+            "pooling": self._case.shape.pooling,
             "bounds": "ignore",
             "dim_per_rank": self._dims,
             "dtype": self._case.dtype,

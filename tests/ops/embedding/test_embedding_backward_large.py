@@ -226,7 +226,7 @@ def _pushed() -> list[str]:
         offsets,
         None,
         split,
-        {"mode": "sum"},
+        {"pooling": "sum"},
     )
     result.backward(gradient)
     po.check()

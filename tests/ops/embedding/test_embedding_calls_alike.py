@@ -56,13 +56,15 @@ def _lookups(first: int, per_bag: int = 1, num_tables: int = 2) -> tuple[torch.T
     return indices, torch.arange(bags + 1, device=po.device()) * per_bag
 
 
-def _wanted(tables: list[torch.Tensor], lookups: tuple[torch.Tensor, torch.Tensor], mode: str = "sum") -> torch.Tensor:
+def _wanted(
+    tables: list[torch.Tensor], lookups: tuple[torch.Tensor, torch.Tensor], pooling: str = "sum"
+) -> torch.Tensor:
     indices, offsets = lookups
     columns = []
     for t, table in enumerate(tables):
         bounds = offsets[t * BATCH : (t + 1) * BATCH + 1]
         bags = indices[bounds[0] : bounds[-1]], table.detach(), bounds - bounds[0]
-        columns.append(torch.nn.functional.embedding_bag(*bags, mode=mode, include_last_offset=True))
+        columns.append(torch.nn.functional.embedding_bag(*bags, mode=pooling, include_last_offset=True))
     return torch.cat(columns, dim=1)
 
 
@@ -79,7 +81,7 @@ def _which_ways() -> list[str]:
         lookups = _lookups(first, per_bag)
         with _counted() as ways:
             result = po.embedding_all_to_all(weights, *lookups, **options)
-        if not torch.equal(result, _wanted(tables, lookups, options.get("mode", "sum"))):
+        if not torch.equal(result, _wanted(tables, lookups, options.get("pooling", "sum"))):
             problems.append(f"{what}: a wrong result")
         if ways.num_long != is_long:
             problems.append(f"{what}: {ways.num_long} calls went the long way")
@@ -91,8 +93,8 @@ def _which_ways() -> list[str]:
     call("more lookups", False, per_bag=3)
     call("again as many", False, first=5, per_bag=3)
     call("as many as at first", False)
-    call("another mode", False, mode="mean", per_bag=3)
-    call("the same mode", False, mode="mean", per_bag=3)
+    call("another pooling", False, pooling="mean", per_bag=3)
+    call("the same pooling", False, pooling="mean", per_bag=3)
     call("a list of numbers", False, batch_per_rank=[BATCH])
     call("a tuple of them", False, batch_per_rank=(BATCH,))
     call("another list of them", False, batch_per_rank=[BATCH])
@@ -187,7 +189,7 @@ def _refused() -> list[str]:
         (dict(enumerate(tables)).values(), (indices, offsets), {}),
         (tables, (indices.repeat_interleave(2)[::2], offsets), {}),
         (tables, (indices, offsets[None]), {}),
-        (tables, (indices, offsets), {"mode": "max"}),
+        (tables, (indices, offsets), {"pooling": "max"}),
         (tables, (indices, offsets), {"batch_per_rank": [[BATCH]]}),
         (tables, (indices, offsets), {"batch_per_rank": BATCH}),
         (tables, (indices, offsets), {"out": po.empty(BATCH, WIDTH)}),
@@ -199,7 +201,7 @@ def _refused() -> list[str]:
 
 
 def test_what_is_refused_is_refused_behind_other_calls(backend: str) -> None:
-    wanted = ["weights", "weights", "indices", "offsets", "mode", "batch_per_rank", "batch_per_rank", "out"]
+    wanted = ["weights", "weights", "indices", "offsets", "pooling", "batch_per_rank", "batch_per_rank", "out"]
     assert in_world(_refused, 1, backend) == [wanted]
 
 

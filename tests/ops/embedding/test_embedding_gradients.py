@@ -38,7 +38,7 @@ class _Dense:
 
     def call(self, arguments: tuple[Any, ...], **options: Any) -> DenseGradients:
         scale = None if self.case.scale == 1.0 else torch.full((1,), self.case.scale, device=po.device())
-        return dense_gradients(*arguments, mode=self.case.shape.mode, scale=scale, wants_factors=True, **options)
+        return dense_gradients(*arguments, pooling=self.case.shape.pooling, scale=scale, wants_factors=True, **options)
 
     def problem(self, found: DenseGradients, iteration: int) -> str | None:
         wanted = self._model.gradients(iteration + po.rank(), 0)
@@ -149,7 +149,7 @@ def _dense_refusals() -> dict[str, tuple[str, str, float]]:
         "columns": lambda: dense_gradients(gradient[:, 1:], tables, *lookups),
         "dtype": lambda: dense_gradients(gradient.half(), tables, *lookups),
         "tables": lambda: dense_gradients(gradient, [tables[0].t(), *tables[1:]], *lookups),
-        "mode": lambda: dense_gradients(gradient, tables, *lookups, mode="max"),
+        "pooling": lambda: dense_gradients(gradient, tables, *lookups, pooling="max"),
         "size": lambda: dense_gradients(gradient, tables, *lookups, memory=memory),
         "address": lambda: dense_gradients(gradient, tables, *lookups, memory=memory[1:]),
         "offsets": lambda: dense_gradients(gradient[1:], tables, *lookups),
@@ -164,7 +164,7 @@ def test_what_sums_of_all_rows_refuse(backend: str) -> None:
         "columns": ("ValueError", "gradient"),
         "dtype": ("TypeError", "gradient"),
         "tables": ("ValueError", "weights[0]"),
-        "mode": ("ValueError", "mode"),
+        "pooling": ("ValueError", "pooling"),
         "size": ("ValueError", "memory"),
         "address": ("ValueError", "memory"),
         "offsets": ("ValueError", "offsets"),
@@ -200,7 +200,7 @@ def _pool(case: Case, tables: Sequence[torch.Tensor], iteration: int, **options:
         inputs.indices.to(po.device()),
         inputs.offsets.to(po.device()),
         factors,
-        mode=case.shape.mode,
+        pooling=case.shape.pooling,
         batch_per_rank=split_of(case.shape, world),
         dim_per_rank=columns_of(case, world),
         dtype=case.dtype,

@@ -28,7 +28,9 @@ def _call(case: Case, way: str, out: torch.Tensor | None = None) -> Call:
 
     def act(indices: torch.Tensor, offsets: torch.Tensor, *, way: str) -> torch.Tensor:
         # bounds="ignore": the buffer is larger than the lookups, so the last offset is not the number of indices
-        return po.embedding_all_to_all(tables, indices, offsets, mode=case.mode, bounds="ignore", schedule=way, out=out)
+        return po.embedding_all_to_all(
+            tables, indices, offsets, pooling=case.pooling, bounds="ignore", schedule=way, out=out
+        )
 
     wants = [[expected_bits(case, of_all, rank, split_of(case, world))] for of_all in inputs]
     return Call(case.name, way, act, given, wants)
@@ -39,7 +41,7 @@ class TestGraphs(GraphSuite):
     cases = (
         _CASE,
         Case("graphs: as many tables as PEs", dims=lambda rank: (8,) * (1 + rank), batch=lambda world: 37),
-        Case("graphs: mean", dims=lambda rank: (16, 40), batch=lambda world: 4 * world + 1, mode="mean"),
+        Case("graphs: mean", dims=lambda rank: (16, 40), batch=lambda world: 4 * world + 1, pooling="mean"),
     )
     ways = ("communication_aware", "oblivious")
     growing: ClassVar = [Case(f"batch of {batch}", batch=lambda world, b=batch: b) for batch in (7, 70, 700, 30)]

@@ -41,7 +41,7 @@ def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Input
             indices,
             offsets,
             factors,
-            mode=case.shape.mode,
+            pooling=case.shape.pooling,
             batch_per_rank=split_of(case.shape, world),
             dim_per_rank=columns_of(case, world),
             dtype=case.shape.dtype,
@@ -108,7 +108,7 @@ class _Steps(Trial):
             result = po.embedding_all_to_all(
                 self._tables,
                 lookups,
-                mode=case.shape.mode,
+                pooling=case.shape.pooling,
                 dim_per_rank=columns_of(case, world),
                 dtype=case.shape.dtype,
                 wire_dtype=case.shape.wire,
@@ -190,7 +190,7 @@ class _Sparse(_Steps):
             result = po.embedding_all_to_all(
                 self._tables,
                 lookups,
-                mode=case.shape.mode,
+                pooling=case.shape.pooling,
                 dim_per_rank=columns_of(case, world),
                 dtype=case.shape.dtype,
                 wire_dtype=case.shape.wire,
@@ -332,7 +332,7 @@ def _graph_call(case: Case, way: str) -> Call:
     def act(values: torch.Tensor, offsets: torch.Tensor, *, way: str) -> torch.Tensor:
         with torch.no_grad(), inputs.exchange(values, offsets=offsets, batch_per_rank=split) as lookups:
             return po.embedding_all_to_all(
-                tables, lookups, mode=case.shape.mode, dim_per_rank=dims, dtype=case.dtype, schedule=way
+                tables, lookups, pooling=case.shape.pooling, dim_per_rank=dims, dtype=case.dtype, schedule=way
             )
 
     return Call(case.name, way, act, given, wants)
@@ -344,7 +344,7 @@ class TestGraphs(GraphSuite):
         Case(f"graphs of {shape.name}", shape)
         for shape in (
             Shape("lookups", batch=lambda world: 11),
-            Shape("means", dims=lambda rank: (16,) * (rank % 2), mode="mean"),
+            Shape("means", dims=lambda rank: (16,) * (rank % 2), pooling="mean"),
             Shape("int32 lookups", index_dtype=torch.int32, offset_dtype=torch.int32, dtype=torch.bfloat16),
         )
     )
@@ -383,7 +383,7 @@ def _refused() -> dict[str, tuple[str, str]]:
             "a table too many": lambda: po.embedding_all_to_all([*tables, tables[0]], lookups),
             "fewer rows": lambda: po.embedding_all_to_all([tables[0], tables[1][:-1]], lookups),
             "no tables": lambda: po.embedding_all_to_all(3, lookups),  # type: ignore[arg-type]
-            "a mean": lambda: po.embedding_all_to_all(tables, lookups, mode="mean"),
+            "a mean": lambda: po.embedding_all_to_all(tables, lookups, pooling="mean"),
             "no offsets": lambda: po.embedding_all_to_all(tables, values),
         }
         seen |= {name: error_of(call)[:2] for name, call in calls.items()}
