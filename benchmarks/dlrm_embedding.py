@@ -267,7 +267,7 @@ class DlrmEmbedding(Experiment[Case]):
         return ExchangedEmbedding(step.collection, update, wire_dtype=case.wire_dtype(), shares_memory=True)
 
     def _update(self, case: Case, states: Mapping[int, torch.Tensor]) -> Any:
-        return partial(RowUpdate, algorithm=case.optimizer, lr=RATE, eps=EPS, width=self._sizes.dim, states=states)
+        return partial(RowUpdate, optimizer=case.optimizer, lr=RATE, eps=EPS, width=self._sizes.dim, states=states)
 
     def after_times(self, trial: StepTrial, us: Mapping[str, float]) -> None:
         """Measure the phases of each method's steps, once for graphs and eager ones."""

@@ -98,7 +98,7 @@ def walks() -> Mapping[str, Callable[[], Any]]:
         [(name, _ROWS, _DIM, [name]) for name in ("first", "second")],
         max_batch=_BATCH,
         lookups_per_sample=_POOLING,
-        algorithm="rowwise_adagrad",
+        optimizer="rowwise_adagrad",
     )
     values, lengths = indices[: 2 * _BATCH * _POOLING], torch.full((2 * _BATCH,), _POOLING)
     return {

@@ -44,7 +44,7 @@ class Case:
 
     Attributes:
         shape: of the forward pass.
-        algorithm, options: of the optimizer.
+        optimizer, options: its name and its options.
         scale: of gradients.
         bad: a share of the lookups that is outside of the tables, one in so many; 0: none.
         drawn: rows: "uniform"; "Zipf", the n-th with 1 / n of the first one's probability; "once", all of a table in
@@ -54,7 +54,7 @@ class Case:
 
     name: str
     shape: Shape = _SHAPE
-    algorithm: str = "sgd"
+    optimizer: str = "sgd"
     options: tuple[tuple[str, Any], ...] = ()
     scale: float = 1.0
     bad: int = 0
@@ -136,7 +136,7 @@ _DRAWN = (  # of kernels that other cases have too
     ("rowwise_adagrad", "all rows drawn once, mean fp16", "once", _like(_ONCE, "mean fp16"), ()),
 )
 CASES = [
-    *(Case(f"{algorithm}", algorithm=algorithm) for algorithm in ("sgd", "adagrad", "rowwise_adagrad", "adam")),
+    *(Case(f"{optimizer}", optimizer=optimizer) for optimizer in ("sgd", "adagrad", "rowwise_adagrad", "adam")),
     *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("fewer samples than PEs", "no samples", "empty bags only")),
     *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("one row", "same table twice", "many tables")),
     *(Case(f"sgd, {name}", _SHAPES[name]) for name in ("int32 both, bf16", "uneven default split")),
@@ -145,9 +145,9 @@ CASES = [
     Case("rowwise, bf16, one PE without tables", _SHAPES["bf16, one PE without tables"], "rowwise_adagrad"),
     Case("adagrad, every row shape", _SHAPES["every row shape"], "adagrad"),
     Case("rowwise, wide rows", _SHAPES["wide rows"], "rowwise_adagrad"),
-    Case("rowwise, L2", algorithm="rowwise_adagrad", options=_DECAY, scale=0.25),
-    Case("rowwise, decoupled", algorithm="rowwise_adagrad", options=(*_DECAY, ("weight_decay_mode", "decoupled"))),
-    Case("rowwise, norms", algorithm="rowwise_adagrad", options=_MAX_NORM),
+    Case("rowwise, L2", optimizer="rowwise_adagrad", options=_DECAY, scale=0.25),
+    Case("rowwise, decoupled", optimizer="rowwise_adagrad", options=(*_DECAY, ("weight_decay_mode", "decoupled"))),
+    Case("rowwise, norms", optimizer="rowwise_adagrad", options=_MAX_NORM),
     Case("rowwise, norms, L2, means in fp16", _SHAPES["mean fp16"], "rowwise_adagrad", (*_MAX_NORM, *_DECAY)),
     Case(f"rowwise, norms, {_VARIED}", _SHAPES[_VARIED], "rowwise_adagrad", _MAX_NORM),
     Case("rowwise, norms, wide rows", _WIDE, "rowwise_adagrad", (("max_norm", 15.0),)),
@@ -158,10 +158,10 @@ CASES = [
     Case("rowwise, skipped entries of means", _SHAPES["mean"], "rowwise_adagrad", bad=3),
     Case("sgd, more lookups than a chunk has", _HOT),
     Case("adagrad, the same in bf16", dataclasses.replace(_HOT, dtype=torch.bfloat16), "adagrad"),
-    *(Case(f"{algorithm}, {shape.name}", shape, algorithm) for algorithm, shape in (*_OF_MANY_LOOKUPS, *_SHARED)),
+    *(Case(f"{optimizer}, {shape.name}", shape, optimizer) for optimizer, shape in (*_OF_MANY_LOOKUPS, *_SHARED)),
     Case("adagrad, rows of one part", _ONE_PART, "adagrad"),
     *(Case(f"rowwise, tiles of {n} lanes", _TILES, "rowwise_adagrad", tuning=Tuning(lanes=n)) for n in (8, 16, 32)),
-    *(Case(f"{algorithm}, bf16 on the wire", _NARROW, algorithm) for algorithm in ("sgd", "adagrad", "adam")),
+    *(Case(f"{optimizer}, bf16 on the wire", _NARROW, optimizer) for optimizer in ("sgd", "adagrad", "adam")),
     Case("rowwise, bf16 on the wire, L2", _NARROW, "rowwise_adagrad", _DECAY, scale=0.25),
     *(Case(f"rowwise, {name}", _SHAPES[name], "rowwise_adagrad") for name in _NARROW_SHAPES),
     Case("adagrad, bf16 on the wire, wide weighted rows", _NARROW_WIDE, "adagrad", bad=5),
@@ -174,8 +174,8 @@ CASES = [
     Case("sgd, all push", tuning=Tuning(slice_samples=1, pushing_work_groups=1, pushing_at_par=1 << 20)),
     Case("sgd, one work-group", tuning=Tuning(work_groups=1)),
     *(
-        Case(f"{algorithm}, {shape.name}, {n} work-groups", shape, algorithm, drawn=drawn, tuning=Tuning(work_groups=n))
-        for n, algorithm, drawn, shape in _WITH_FEW_WGS
+        Case(f"{optimizer}, {shape.name}, {n} work-groups", shape, optimizer, drawn=drawn, tuning=Tuning(work_groups=n))
+        for n, optimizer, drawn, shape in _WITH_FEW_WGS
     ),
     *(Case(f"{step}, {name}", shape, step, options, drawn=drawn) for step, name, drawn, shape, options in _DRAWN),
 ]  # fmt: skip
@@ -323,8 +323,8 @@ class Model:
         self.tables = [table.clone() for table in make_inputs(case, rank, world, 0).tables]
         if case.shape.same_table:
             self.tables = [self.tables[0]] * 2
-        rowwise = case.algorithm == "rowwise_adagrad"
-        count = {"sgd": 0, "adam": 2}.get(case.algorithm, 1)
+        rowwise = case.optimizer == "rowwise_adagrad"
+        count = {"sgd": 0, "adam": 2}.get(case.optimizer, 1)
         self.states = [
             [torch.zeros(len(t)) if rowwise else torch.zeros(t.shape) for _ in range(count)] for t in self.tables
         ]
@@ -416,15 +416,15 @@ class Model:
     def _update(self, number: int, touched: torch.Tensor, sums: torch.Tensor, lr: float) -> None:
         """Update rows of one tensor."""
         table, states = self.tables[number], self.states[number]
-        w, options, algorithm = table[touched].float(), self._options, self._case.algorithm
+        w, options, optimizer = table[touched].float(), self._options, self._case.optimizer
         rate, eps, decay = torch.tensor(lr), torch.tensor(1e-8), torch.tensor(options.get("weight_decay", 0.0))
         is_l2 = options.get("weight_decay_mode", "l2") == "l2"
-        if algorithm == "sgd":
+        if optimizer == "sgd":
             w = w - rate * sums
-        elif algorithm == "adagrad":
+        elif optimizer == "adagrad":
             states[0][touched] += sums * sums
             w = w - rate * sums / (_root(states[0][touched]) + eps)
-        elif algorithm == "rowwise_adagrad":
+        elif optimizer == "rowwise_adagrad":
             g = sums + decay * w if is_l2 and decay else sums
             states[0][touched] += self._over_columns(g * g) * torch.tensor(1 / table.shape[1])
             m = rate / (_root(states[0][touched]) + eps)
@@ -482,7 +482,7 @@ class Training:
         self._case, self._world, self._rank = case, po.world_size(), po.rank()
         inputs = make_inputs(case, self._rank, self._world, 0)
         self.tables = [table.to(po.device(), copy=True) for table in inputs.tables]
-        self.optimizer = po.EmbeddingOptimizer(self.tables, case.algorithm, lr=0.0, **dict(case.options))
+        self.optimizer = po.EmbeddingOptimizer(self.tables, case.optimizer, lr=0.0, **dict(case.options))
         if not is_new:
             self.backward(0)()
             po.check()

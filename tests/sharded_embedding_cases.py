@@ -24,7 +24,7 @@ class Case:
     Attributes:
         tables: of it.
         placement: of it.
-        algorithm: of its optimizer.
+        optimizer: its name.
         is_weighted: whether lookups have weights.
         max_length: of a bag.
         index_dtype: of values and lengths.
@@ -33,7 +33,7 @@ class Case:
     name: str
     tables: Sequence[TableConfig]
     placement: Any = "table_wise"
-    algorithm: str = "sgd"
+    optimizer: str = "sgd"
     is_weighted: bool = False
     max_length: int = 5
     index_dtype: torch.dtype = torch.int64
@@ -48,7 +48,7 @@ class Case:
         return po.nn.ShardedEmbeddingBagCollection(
             self.tables,
             placement=self.placement,
-            algorithm=self.algorithm,
+            optimizer=self.optimizer,
             is_weighted=self.is_weighted,
             **chosen,
         )
@@ -151,13 +151,13 @@ class _ByRows:
     def __init__(
         self,
         tables: dict[str, torch.Tensor],
-        algorithm: str,
+        optimizer: str,
         lr: float,
         slices: dict[str, int],
         touched: dict[str, set[int]],
     ) -> None:
         self._tables, self._lr, self._slices, self._touched = tables, lr, slices, touched
-        self._is_adam, self._num_steps = algorithm == "adam", 0
+        self._is_adam, self._num_steps = optimizer == "adam", 0
         # By the names that state dicts have.
         self.states: dict[str, torch.Tensor] = {}
         for name, table in tables.items():
@@ -209,12 +209,12 @@ class Reference:
             drawn = torch.empty(table.num_embeddings, table.embedding_dim).uniform_(-bound, bound, generator=generator)
             self.tables[table.name] = drawn.to(table.data_type).float().requires_grad_()
         self.touched: dict[str, set[int]] = {table.name: set() for table in case.tables}
-        if case.algorithm in ("adam", "rowwise_adagrad"):
+        if case.optimizer in ("adam", "rowwise_adagrad"):
             slices = {name: getattr(case.placement.get(name), "num_slices", 1) for name in self.tables}
-            self.optimizer: Any = _ByRows(self.tables, case.algorithm, lr, slices, self.touched)
+            self.optimizer: Any = _ByRows(self.tables, case.optimizer, lr, slices, self.touched)
             return
-        options = {} if case.algorithm == "sgd" else {"eps": 1e-8}
-        kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[case.algorithm]
+        options = {} if case.optimizer == "sgd" else {"eps": 1e-8}
+        kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[case.optimizer]
         self.optimizer = kind(self.tables.values(), lr=lr, **options)  # type: ignore[operator]
 
     @serially

@@ -28,13 +28,13 @@ class Reference:
     Args:
         world: of this PE.
         config: shape.
-        algorithm: of the optimizer.
+        optimizer: its name.
         sets: the lookups.
     """
 
-    def __init__(self, world: World, config: Config, algorithm: str, sets: Sequence[LookupSet]) -> None:
+    def __init__(self, world: World, config: Config, optimizer: str, sets: Sequence[LookupSet]) -> None:
         self._config = config
-        self._algorithm = algorithm
+        self._optimizer = optimizer
         self._rank = world.rank
         self._sets = sets
         own = slice(world.rank * config.tables * config.dim, (world.rank + 1) * config.tables * config.dim)
@@ -80,7 +80,7 @@ class Reference:
         rows = torch.cat(indices).unique()
         first = first_table(config, self._rank, number, torch.empty_like(table))
         first_s = None if state is None else first_state(config, self._rank, number, torch.empty_like(state))
-        expected = RowsReference(config, self._algorithm, first[rows], None if first_s is None else first_s[rows])
+        expected = RowsReference(config, self._optimizer, first[rows], None if first_s is None else first_s[rows])
         for each, lookups in zip(order, indices, strict=True):
             columns = self._gradients[each].view(config.batch, config.tables, config.dim)[:, number]
             expected.step(*_sums(columns, torch.searchsorted(rows, lookups), rows.numel()))
@@ -111,11 +111,11 @@ def _same_elsewhere(actual: torch.Tensor, first: torch.Tensor, rows: torch.Tenso
 class RowsReference:
     """The touched rows of a table, their states, and how far off either may be."""
 
-    def __init__(self, config: Config, algorithm: str, rows: torch.Tensor, state: torch.Tensor | None) -> None:
+    def __init__(self, config: Config, optimizer: str, rows: torch.Tensor, state: torch.Tensor | None) -> None:
         self._dtype = config.torch_dtype
         self._unit = UNIT[config.dtype]
         self._sum_unit = UNIT[config.wire or config.dtype]
-        self._is_rowwise = algorithm == "rowwise_adagrad"
+        self._is_rowwise = optimizer == "rowwise_adagrad"
         self.rows = rows.double()
         self.rows_off = torch.zeros_like(self.rows)
         self.state = None if state is None else state.double().view(rows.shape[0], -1)

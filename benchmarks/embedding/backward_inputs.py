@@ -90,21 +90,21 @@ class Training:
             self._storage[key] = torch.zeros(shape, dtype=config.torch_dtype, device=self._device)
         return self._storage[key][: config.tables * config.rows]
 
-    def optimizer(self, config: Config, algorithm: str) -> tuple[list[torch.Tensor], po.EmbeddingOptimizer]:
+    def optimizer(self, config: Config, optimizer: str) -> tuple[list[torch.Tensor], po.EmbeddingOptimizer]:
         """Return the tables and their optimizer; collective."""
-        key = (config.name, algorithm)
+        key = (config.name, optimizer)
         if key not in self._optimizers:
             tables = list(self.storage(config).split(config.rows))
-            self._optimizers[key] = (tables, po.EmbeddingOptimizer(tables, algorithm, lr=RATE, eps=EPS))
+            self._optimizers[key] = (tables, po.EmbeddingOptimizer(tables, optimizer, lr=RATE, eps=EPS))
         return self._optimizers[key]
 
-    def room(self, config: Config, algorithm: str, methods: Iterable[str]) -> int:
+    def room(self, config: Config, optimizer: str, methods: Iterable[str]) -> int:
         """Return about how many bytes a case takes that are not allocated yet, without gradients."""
         tables = config.tables * config.rows * config.row_bytes
-        width = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": config.dim}[algorithm]
+        width = {"sgd": 0, "rowwise_adagrad": 1, "adagrad": config.dim}[optimizer]
         state = config.tables * config.rows * width * 4
         need = 0 if (config.dim, config.torch_dtype) in self._storage else tables
-        need += 0 if (config.name, algorithm) in self._optimizers else state
+        need += 0 if (config.name, optimizer) in self._optimizers else state
         has_fbgemm = any(name.startswith("fbgemm") for name in methods)
         if has_fbgemm or "unfused_torch" in methods:
             need += state

@@ -74,7 +74,7 @@ class TorchUpdate:
 
     Args:
         config: shape.
-        algorithm: of the optimizer.
+        optimizer: its name.
         storage: `[T * R, D]`, the tables.
         state: `[T * R]` for "rowwise_adagrad", `[T * R, D]` for "adagrad"; None.
         sets: the lookups.
@@ -83,12 +83,12 @@ class TorchUpdate:
     def __init__(
         self,
         config: Config,
-        algorithm: str,
+        optimizer: str,
         storage: torch.Tensor,
         state: torch.Tensor | None,
         sets: Sequence[LookupSet],
     ) -> None:
-        self._algorithm = algorithm
+        self._optimizer = optimizer
         self._storage = storage
         self._state = state
         self._sets = sets
@@ -116,10 +116,10 @@ class TorchUpdate:
             step = sums
         else:
             squares = sums.square()
-            state = self._state[rows].add_(squares if self._algorithm == "adagrad" else squares.mean(1))
+            state = self._state[rows].add_(squares if self._optimizer == "adagrad" else squares.mean(1))
             self._state.index_copy_(0, rows, state)
             divisor = state.sqrt_().add_(EPS)
-            step = sums / (divisor if self._algorithm == "adagrad" else divisor[:, None])
+            step = sums / (divisor if self._optimizer == "adagrad" else divisor[:, None])
         updated = self._storage[rows].float().sub_(step, alpha=RATE)
         self._storage.index_copy_(0, rows, updated.to(self._storage.dtype))
 
@@ -133,7 +133,7 @@ class Fbgemm:
 
     Args:
         config: shape.
-        algorithm: of the optimizer.
+        optimizer: its name.
         storage: `[T * R, D]`, the tables.
         sets: the lookups.
         is_gpu: the backend.
@@ -147,12 +147,12 @@ class Fbgemm:
     """
 
     def __init__(
-        self, config: Config, algorithm: str, storage: torch.Tensor, sets: Sequence[LookupSet], *, is_gpu: bool
+        self, config: Config, optimizer: str, storage: torch.Tensor, sets: Sequence[LookupSet], *, is_gpu: bool
     ) -> None:
         self._sets, self._wire_dtype = sets, config.wire_dtype
         self._module = fused_tables(
             [(config.rows, config.dim)] * config.tables,
-            algorithm,
+            optimizer,
             RATE,
             eps=EPS,
             dtype=config.torch_dtype,
@@ -161,8 +161,8 @@ class Fbgemm:
             memory=[storage.data.view(-1)],  # its passes may not see that other methods change the tables
         )
         self.state: torch.Tensor | None = None
-        if algorithm != "sgd":
-            shape = (len(storage),) if algorithm == "rowwise_adagrad" else storage.shape
+        if optimizer != "sgd":
+            shape = (len(storage),) if optimizer == "rowwise_adagrad" else storage.shape
             self.state = getattr(self._module, "momentum1_dev" if is_gpu else "momentum1_host").data.view(shape)
         self.stream = torch.cuda.Stream() if is_gpu else None
         self._pooled: dict[int, torch.Tensor] = {}

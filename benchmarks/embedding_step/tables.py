@@ -146,7 +146,7 @@ class StepTables:
                 config.name: po.nn.TablePlacement(placement.kind, placement.num_slices, layout.owners[number] or None)
                 for number, (config, placement) in enumerate(zip(layout.configs, layout.placements, strict=True))
             },
-            algorithm=case.optimizer,
+            optimizer=case.optimizer,
             lr=RATE,
             eps=EPS,
             wire_dtype=None if case.wire is None else case.wire_dtype(),

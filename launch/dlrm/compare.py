@@ -216,7 +216,7 @@ def _tables_optimizer(options: Options, device: torch.device) -> Callable[..., t
     rate = options.table_learning_rate
     if options.optimizer == "rowwise_adagrad":
         width = options.preset.dim
-        return functools.partial(RowUpdate, algorithm=options.optimizer, lr=rate, eps=EPS, width=width)
+        return functools.partial(RowUpdate, optimizer=options.optimizer, lr=rate, eps=EPS, width=width)
     if options.is_captured:
         return functools.partial(make_capturable, options.optimizer, rate=rate, device=device)
     return functools.partial(DENSE_OPTIMIZERS[options.optimizer], lr=rate)

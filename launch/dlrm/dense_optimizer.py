@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 EPS = 1e-8  # of Adagrad, MLPerf's
-# Torch's, of dense gradients, by the algorithm of the tables.
+# Torch's, of dense gradients, by the name of the tables' optimizer.
 DENSE_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, eps=EPS),
@@ -33,7 +33,7 @@ _KERNELS = ("foreach", "fused", "capturable")  # of a group: which kernels make 
 
 
 def make_capturable(
-    algorithm: str, parameters: Iterable[torch.nn.Parameter], rate: float, device: torch.device
+    optimizer: str, parameters: Iterable[torch.nn.Parameter], rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
     """Return the same optimizer as `DENSE_OPTIMIZERS`, such that its step can be captured.
 
@@ -42,7 +42,7 @@ def make_capturable(
     """
     of_device = torch.tensor(rate, device=device)
     made: torch.optim.Optimizer
-    if algorithm == "sgd":
+    if optimizer == "sgd":
         made = torch.optim.SGD(parameters, lr=of_device, fused=True)
     else:
         made = torch.optim.Adagrad(parameters, lr=of_device, eps=EPS, foreach=True)

@@ -33,7 +33,7 @@ def make_collection(options: Options, data: Data) -> po.nn.ShardedEmbeddingBagCo
         max_batch=most_samples(options, po.world_size()),
         lookups_per_sample={f"f{number}": hotness for number, hotness in enumerate(source.hotness)},
         placement=placement_of(options, source.num_rows),
-        algorithm=options.optimizer,
+        optimizer=options.optimizer,
         lr=options.table_learning_rate,
         eps=EPS,
         wire_dtype=options.wire_dtype,

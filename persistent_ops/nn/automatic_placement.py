@@ -33,7 +33,7 @@ def layout_of(
     placements: Sequence[TablePlacement],
     estimates: Mapping[str, float],
     max_batch: int,
-    algorithm: str,
+    optimizer: str,
     wire_dtype: torch.dtype | None,
     rounding: str,
 ) -> Layout:
@@ -45,13 +45,13 @@ def layout_of(
         placements: of the tables.
         estimates: lookups per sample of each feature.
         max_batch: samples of a PE.
-        algorithm: of the optimizer.
+        optimizer: its name.
         wire_dtype: of what float32 tables send; None for theirs.
         rounding: of the rows of tables of 16 bits.
     """
     if all(each.kind != AUTO for each in placements):
         return place(configs, placements, bytes_read(configs, placements, estimates, world.size), estimates, world.size)
-    workload = Workload(measured_rates(world), world.size, max_batch, estimates, algorithm, wire_dtype)
+    workload = Workload(measured_rates(world), world.size, max_batch, estimates, optimizer, wire_dtype)
     placements = decided(configs, placements, workload, rounding)
     return place(configs, placements, workload.costs(configs, placements), estimates, world.size)
 
@@ -95,7 +95,7 @@ def decided(
     if sum(saved[table] for table in worth) > workload.replicas_overhead(configs):
         for table in worth:
             chosen[table] = TablePlacement(REPLICATED)
-    if workload.algorithm == "rowwise_adagrad":
+    if workload.optimizer == "rowwise_adagrad":
         return tuple(chosen)
     return _Cuts(workload, [table for table in free if chosen[table].kind == TABLE_WISE]).best(configs, chosen)
 

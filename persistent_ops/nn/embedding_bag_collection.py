@@ -107,7 +107,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             balance come.
         placement: "table_wise", "replicated", "auto", a `TablePlacement`, a mapping of tables' names to these, or
             TorchRec's ShardingPlan, of which table_wise, column_wise and data_parallel are taken.
-        algorithm: of `EmbeddingOptimizer`.
+        optimizer: of `EmbeddingOptimizer`.
         lr, eps, weight_decay, weight_decay_mode, max_norm, betas: of it too; each slice of a table has norms of its
             own.
         gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
@@ -164,7 +164,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_batch: int,
         lookups_per_sample: float | Mapping[str, float] = 1.0,
         placement: Any = "table_wise",
-        algorithm: str = "sgd",
+        optimizer: str = "sgd",
         lr: float = 0.01,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
@@ -201,10 +201,10 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         placements = placements_of(configs, placement)
         # Before all that is collective, of which PEs with other tables or placements make more or less.
         self._agree(
-            "tables, placement, algorithm and its options, wire_dtype, seed",
-            [configs, placements, algorithm, options, max_norm, scale, clamp, wire_dtype, rounding, seed],
+            "tables, placement, optimizer and its options, wire_dtype, seed",
+            [configs, placements, optimizer, options, max_norm, scale, clamp, wire_dtype, rounding, seed],
         )
-        self.layout = layout_of(world, configs, placements, estimates, max_batch, algorithm, wire_dtype, rounding)
+        self.layout = layout_of(world, configs, placements, estimates, max_batch, optimizer, wire_dtype, rounding)
         self._agree("max_batch, lookups_per_sample", [max_batch, estimates, self.layout])
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
@@ -213,7 +213,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._keyed_tensor, self._wire_dtype = keyed_tensor, wire_dtype
         self._clamp = None if clamp == math.inf else clamp * world.size
         self._inputs = self._make_inputs(bounds)
-        self._make_parts(bounds, algorithm, options, max_norm, rounding, scale, seed)
+        self._make_parts(bounds, optimizer, options, max_norm, rounding, scale, seed)
         self._begin_passes()
         self._ddp_params_and_buffers_to_ignore = self.table_names()
 
@@ -334,7 +334,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def _make_parts(
         self,
         bounds: str,
-        algorithm: str,
+        optimizer: str,
         options: Mapping[str, Any],
         max_norm: float | None,
         rounding: str,
@@ -343,12 +343,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     ) -> None:
         """Make tables and optimizers, of what all PEs have agreed on."""
         of_tables = {**options, "max_norm": max_norm}
-        self._replicas = self._make_replicas(bounds, algorithm, of_tables, rounding, scale)
+        self._replicas = self._make_replicas(bounds, optimizer, of_tables, rounding, scale)
         self._make_tables(seed)
-        self._optimizers = self._make_groups(algorithm, of_tables, rounding, scale)
+        self._optimizers = self._make_groups(optimizer, of_tables, rounding, scale)
         of_replicas = [] if self._replicas is None else self._replicas.optimizers
         self.optimizer = EmbeddingBagOptimizer(
-            algorithm,
+            optimizer,
             {**options, "seed": seed},
             self._of_optimizer(),
             [*self._optimizers, *of_replicas],
@@ -367,7 +367,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._versions = _versions_of(self._tables, self._optimizers)
 
     def _make_replicas(
-        self, bounds: str, algorithm: str, options: Mapping[str, Any], rounding: str, scale: float
+        self, bounds: str, optimizer: str, options: Mapping[str, Any], rounding: str, scale: float
     ) -> ReplicatedTables | None:
         if not self.layout.replicated:
             return None
@@ -377,7 +377,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             self._max_batch,
             self._lookups_per_sample,
             bounds=bounds,
-            algorithm=algorithm,
+            optimizer=optimizer,
             options=options,
             rounding=rounding,
             scale=scale,
@@ -397,17 +397,17 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return ShardedTable(self.layout, number, self._world)
 
     def _make_groups(
-        self, algorithm: str, options: Mapping[str, Any], rounding: str, scale: float
+        self, optimizer: str, options: Mapping[str, Any], rounding: str, scale: float
     ) -> list[EmbeddingOptimizer]:
         """Return the optimizer of each group, and make the call that pools for it."""
         layout, optimizers = self.layout, []
         self._pools: list[functools.partial[torch.Tensor]] = []
         for group, columns in zip(layout.groups, layout.begins, strict=False):
             weights = [self._tables[slot.table].slice(slot.slice) for slot in group.slots[self._world.rank]]
-            optimizer = EmbeddingOptimizer(weights, algorithm, rounding=rounding_of(group, rounding), **options)
-            optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
-            optimizer.name_tables(list(dict.fromkeys(layout.configs[slot.table].name for slot in group.columns)))
-            optimizers.append(optimizer)
+            made = EmbeddingOptimizer(weights, optimizer, rounding=rounding_of(group, rounding), **options)
+            made.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
+            made.name_tables(list(dict.fromkeys(layout.configs[slot.table].name for slot in group.columns)))
+            optimizers.append(made)
             pool = functools.partial(
                 embedding_all_to_all,
                 weights,
@@ -417,7 +417,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 wire_dtype=self._wire_dtype if group.dtype == torch.float32 else None,
                 bounds="ignore",  # bad lookups are skipped here, since the exchange has told
                 columns=columns,
-                optimizer=optimizer,
+                optimizer=made,
             )
             self._pools.append(pool)
         return optimizers

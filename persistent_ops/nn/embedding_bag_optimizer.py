@@ -23,7 +23,7 @@ _OF_MODULE = (
     "params",
     "step",
     "beta_powers",
-    "algorithm",
+    "optimizer",
     "column_slices",
 )  # of a saved group; not taken over as they are
 _FIXED = ("eps", "weight_decay", "weight_decay_mode", "betas")  # of a group: what kernels have from the beginning
@@ -47,7 +47,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     "rowwise_adagrad" are `[R * slices]`. Through torch.distributed.checkpoint it is loaded in another world.
 
     Args:
-        algorithm: of `po.EmbeddingOptimizer`.
+        optimizer: of `po.EmbeddingOptimizer`.
         options: of it too, and the seed of stochastic rounding.
         tables: of the collection, by name: the parameter, size of the table, its number of slices, and of each that
             this PE has its number and its states.
@@ -61,7 +61,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        algorithm: str,
+        optimizer: str,
         options: Mapping[str, Any],
         tables: Mapping[str, tuple[torch.nn.Parameter, torch.Size, int, Sequence[_States]]],
         optimizers: Sequence[EmbeddingOptimizer],
@@ -69,9 +69,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         rounding: str,
         max_norm: float | None,
     ) -> None:
-        self._algorithm = algorithm
+        self._optimizer = optimizer
         # A part of that, as a group's own entry would be missed in checkpoints that do not have it.
-        self._saved_as = algorithm if max_norm is None else f"{algorithm}, max_norm={max_norm}"
+        self._saved_as = optimizer if max_norm is None else f"{optimizer}, max_norm={max_norm}"
         self._optimizers, self._drawn = list(optimizers), drawn
         self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
         self._drawing = {name for name, (parameter, *_) in tables.items() if draws(parameter.dtype, rounding)}
@@ -95,7 +95,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         num_slices: int,
         slices: Sequence[_States],
     ) -> list[TableShards]:
-        is_rowwise = self._algorithm == "rowwise_adagrad"
+        is_rowwise = self._optimizer == "rowwise_adagrad"
         rows, dim = size
         whole = (rows * num_slices,) if is_rowwise else (rows, dim)
         states = [
@@ -113,7 +113,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 if is_rowwise
                 else "",
             )
-            for kind in range({"sgd": 0, "adam": 2}.get(self._algorithm, 1))
+            for kind in range({"sgd": 0, "adam": 2}.get(self._optimizer, 1))
         ]
 
     def push_rate(self) -> None:
@@ -226,7 +226,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         # As the kernel has multiplied them, so that what is loaded goes on with the same bits.
         group["beta_powers"] = self._optimizers[0]._beta_powers.tolist()
         group["step"] = int(self._optimizers[0].step_count)
-        group["algorithm"] = self._saved_as
+        group["optimizer"] = self._saved_as
         group["column_slices"] = [list(each) for each in self._column_slices.items()]
         return {"state": state, "param_groups": [group]}
 
@@ -241,7 +241,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         A rate that is a tensor here stays that tensor, and takes the loaded value: a CUDA graph may read it.
 
         Raises:
-            ValueError: it is of another algorithm, other constants of it or other tables; or of another number of
+            ValueError: it is of another optimizer, other constants of it or other tables; or of another number of
                 column slices, under "rowwise_adagrad" or of a table that is rounded stochastically; or float32 does not
                 hold the rate, or there cannot be so many steps.
             TypeError: its rate or its step is no number.
@@ -258,12 +258,12 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         groups = state_dict.get("param_groups") or [{}]
         saved = groups[0]
-        if saved.get("algorithm", self._saved_as) != self._saved_as:
-            raise ValueError(f"state_dict: of {saved['algorithm']!r}, but the optimizer is {self._saved_as!r}")
+        if saved.get("optimizer", self._saved_as) != self._saved_as:
+            raise ValueError(f"state_dict: of {saved['optimizer']!r}, but the optimizer is {self._saved_as!r}")
         for name, value in self._fixed.items():
             if _plain(saved.get(name, value)) != value:
                 raise ValueError(f"state_dict: saved with {name}={saved[name]!r}, but the collection has {value!r}")
-        if self._algorithm == "adam" and "step" not in saved:
+        if self._optimizer == "adam" and "step" not in saved:
             raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
         # Nothing is written before all has been looked at.
         steps, rate = as_number("state_dict: step", saved.get("step", 0)), _rate("state_dict: lr", saved.get("lr", 0.0))
@@ -304,7 +304,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self._push_seeds()
 
     def _check_tables(self, of_tables: Mapping[str, Any], prefix: str) -> None:
-        """Raise ValueError for states of other tables, or of another algorithm."""
+        """Raise ValueError for states of other tables, or of another optimizer."""
         known = {_key(prefix, name): name for name in self._shards}
         others = [key for key in of_tables if key not in known and str(key).startswith(f"{prefix}embedding_bags.")]
         if others or (of_tables and not any(key in known for key in of_tables)):
@@ -313,7 +313,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             expected = [f"{name}.{kind}" for kind, _ in zip(_STATE_NAMES, self._shards[name], strict=False)]
             of_others = {f"{name}.{kind}" for kind in _STATE_NAMES} - set(expected)
             if surplus := sorted(of_others & set(of_tables.get(key, {}))):
-                raise ValueError(f"state_dict: {self._algorithm!r} has {expected} of {key}, but not {surplus}")
+                raise ValueError(f"state_dict: {self._optimizer!r} has {expected} of {key}, but not {surplus}")
 
     def _check_table(
         self, name: str, of_table: Sequence[TableShards], saved: Mapping[str, Any], found: Mapping[str, Any]
@@ -336,12 +336,12 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             except ValueError as error:
                 raise ValueError(
                     f"state_dict: {key}: {error}"
-                    + " (the number of column slices must stay)" * (self._algorithm == "rowwise_adagrad")
+                    + " (the number of column slices must stay)" * (self._optimizer == "rowwise_adagrad")
                 ) from error
 
     def _needs_slices(self, name: str) -> str:
         """Return why a table's number of column slices is part of what is trained; "" where it is not."""
-        if self._algorithm == "rowwise_adagrad":
+        if self._optimizer == "rowwise_adagrad":
             return _OF_SLICES
         if name in self._drawing:
             return "stochastic rounding draws random bits for each slice"

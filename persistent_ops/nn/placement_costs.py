@@ -70,7 +70,7 @@ class Workload:
         world_size: P.
         max_batch: samples of a PE.
         lookups_per_sample: of each feature.
-        algorithm: of `po.EmbeddingOptimizer`.
+        optimizer: of `po.EmbeddingOptimizer`.
         wire_dtype: of float32 tables' pooled rows and gradients; None for the tables'.
     """
 
@@ -78,7 +78,7 @@ class Workload:
     world_size: int
     max_batch: int
     lookups_per_sample: Mapping[str, float]
-    algorithm: str
+    optimizer: str
     wire_dtype: torch.dtype | None = None
 
     def costs(self, configs: Sequence[TableConfig], placements: Sequence[TablePlacement]) -> Costs:
@@ -120,9 +120,9 @@ class Workload:
         return samples * len(config.feature_names) * width * (wire_dtype or config.data_type).itemsize
 
     def _state_bytes(self, width: int) -> int:
-        if self.algorithm == "rowwise_adagrad":
+        if self.optimizer == "rowwise_adagrad":
             return _FLOAT_BYTES + _ROW_BYTES
-        return _NUM_STATES.get(self.algorithm, 0) * (_FLOAT_BYTES * width + _ROW_BYTES)
+        return _NUM_STATES.get(self.optimizer, 0) * (_FLOAT_BYTES * width + _ROW_BYTES)
 
 
 def measured_rates(world: World) -> Rates:

@@ -73,7 +73,7 @@ class ReplicatedTables:
         max_batch: the most samples that a PE passes.
         lookups_per_sample: of each feature, by name: estimates, of which room for lookups comes.
         bounds: "fatal" or "ignore", of bad lookups.
-        algorithm, options, rounding: of `EmbeddingOptimizer`; the rounding that of tables of 16 bits.
+        optimizer, options, rounding: of `EmbeddingOptimizer`; the rounding that of tables of 16 bits.
         scale: factor of the summed gradients.
 
     Attributes:
@@ -88,7 +88,7 @@ class ReplicatedTables:
         lookups_per_sample: Mapping[str, float],
         *,
         bounds: str,
-        algorithm: str,
+        optimizer: str,
         options: Mapping[str, Any],
         rounding: str,
         scale: float,
@@ -104,7 +104,7 @@ class ReplicatedTables:
                 max_batch,
                 lookups_per_sample,
                 device,
-                algorithm,
+                optimizer,
                 {**options, "rounding": rounding_of(group, rounding)},
             )
             for group in layout.replicated
@@ -278,7 +278,7 @@ class _Stack:
         max_batch: int,
         lookups_per_sample: Mapping[str, float],
         device: torch.device,
-        algorithm: str,
+        optimizer: str,
         options: Mapping[str, Any],
     ) -> None:
         self._slots = group.columns
@@ -292,7 +292,7 @@ class _Stack:
         self.limits = torch.tensor([weight.shape[0] for weight in self.weights], dtype=torch.int64, device=device)
         self.room = max(1, math.ceil(max_batch * sum(lookups_per_sample[name] for name in self.names)))
         self.pooling = group.pooling
-        self.optimizer = EmbeddingOptimizer([self._memory], algorithm, **options)
+        self.optimizer = EmbeddingOptimizer([self._memory], optimizer, **options)
         self._states = [state.split(rows) for state in self.optimizer.state(self._memory)]
         self.num_floats = -(-dense_size(self.weights) // _ALIGNMENT) * _ALIGNMENT
         parts = _PARTS[group.dtype]

@@ -128,7 +128,7 @@ def _of_tables(whole: torch.Tensor, sizes: Sequence[torch.Size]) -> list[torch.T
 
 def fused_tables(
     shapes: Sequence[Sequence[int]],
-    algorithm: str,
+    optimizer: str,
     rate: float,
     *,
     eps: float,
@@ -141,7 +141,7 @@ def fused_tables(
 
     Args:
         shapes: `[R, D]` of each; at least one.
-        algorithm: "sgd", "adagrad" or "rowwise_adagrad".
+        optimizer: "sgd", "adagrad" or "rowwise_adagrad".
         rate, eps: of it.
         dtype: of the tables.
         wire_dtype: of what they give; on CPUs, where it has no bfloat16, that is float32.
@@ -165,7 +165,7 @@ def fused_tables(
     with _InPlaceOfZeros(memory):
         fused = training.SplitTableBatchedEmbeddingBagsCodegen(
             [(*shape, location, compute) for shape in shapes],
-            optimizer=getattr(configs.EmbOptimType, f"EXACT_{algorithm.upper()}"),
+            optimizer=getattr(configs.EmbOptimType, f"EXACT_{optimizer.upper()}"),
             learning_rate=rate,
             eps=eps,
             weights_precision=precisions[dtype],

@@ -20,7 +20,7 @@ class RowUpdate(torch.optim.Optimizer):
 
     Args:
         parameters: tables `[R, D]`, or several in a vector.
-        algorithm: "sgd", "adagrad" or "rowwise_adagrad", by the formulas of `po.EmbeddingOptimizer`.
+        optimizer: "sgd", "adagrad" or "rowwise_adagrad", by the formulas of `po.EmbeddingOptimizer`.
         lr, eps: of it.
         width: D of tables in a vector.
         states: in whose place none are allocated, by the address of the table.
@@ -29,7 +29,7 @@ class RowUpdate(torch.optim.Optimizer):
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        algorithm: str,
+        optimizer: str,
         *,
         lr: float,
         eps: float,
@@ -37,15 +37,15 @@ class RowUpdate(torch.optim.Optimizer):
         states: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         super().__init__(parameters, {"lr": lr})
-        self._algorithm, self._eps, self._width = algorithm, eps, width
+        self._optimizer, self._eps, self._width = optimizer, eps, width
         for table in self.param_groups[0]["params"]:
-            if algorithm != "sgd":
+            if optimizer != "sgd":
                 given = (states or {}).get(table.data_ptr())
                 self.state[table]["sum"] = self._no_sum(table) if given is None else given
 
     def _no_sum(self, table: torch.Tensor) -> torch.Tensor:
         rows = self._rows(table)
-        shape = rows.shape[:1] if self._algorithm == "rowwise_adagrad" else rows.shape
+        shape = rows.shape[:1] if self._optimizer == "rowwise_adagrad" else rows.shape
         zeros = torch.zeros(shape, device=table.device)
         return zeros if table.dim() == 2 or zeros.dim() == 1 else zeros.view(table.shape)
 
@@ -72,7 +72,7 @@ class RowUpdate(torch.optim.Optimizer):
             sums = self._rows(gradient).float()
             numbers = torch.arange(len(rows), device=rows.device)
         state = self.state[table].get("sum")
-        if state is not None and self._algorithm == "adagrad":
+        if state is not None and self._optimizer == "adagrad":
             state = self._rows(state)
         for some, part in zip(numbers.split(_ROWS_AT_ONCE), sums.split(_ROWS_AT_ONCE), strict=True):
             step = part if state is None else self._scaled(state, some, part)
@@ -81,7 +81,7 @@ class RowUpdate(torch.optim.Optimizer):
     def _scaled(self, state: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """Add the squares of gradients to the states of rows; return gradients over their roots."""
         squares = sums.square()
-        added = state[rows].add_(squares if self._algorithm == "adagrad" else squares.mean(1))
+        added = state[rows].add_(squares if self._optimizer == "adagrad" else squares.mean(1))
         state.index_copy_(0, rows, added)
         root = added.sqrt_().add_(self._eps)
-        return sums / (root if self._algorithm == "adagrad" else root[:, None])
+        return sums / (root if self._optimizer == "adagrad" else root[:, None])

@@ -211,9 +211,9 @@ def test_what_of_fbgemm_cannot_be_captured_is_left_out_and_its_eager_calls_are_t
 
         stream = None
 
-        def __init__(self, config: Any, algorithm: str, storage: torch.Tensor, sets: Any, *, is_gpu: bool) -> None:
+        def __init__(self, config: Any, optimizer: str, storage: torch.Tensor, sets: Any, *, is_gpu: bool) -> None:
             self.state = torch.zeros(len(storage))
-            self._update = peers.TorchUpdate(config, algorithm, storage, self.state, sets)
+            self._update = peers.TorchUpdate(config, optimizer, storage, self.state, sets)
 
         def backward(self, received: torch.Tensor, number: int) -> None:
             self._update.update(received, number)

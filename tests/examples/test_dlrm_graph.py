@@ -231,13 +231,13 @@ def test_adagrad_reads_nothing_of_the_device_on_the_host() -> None:
         step(is_listwise=False)
 
 
-@pytest.mark.parametrize("algorithm", ["sgd", "adagrad", "rowwise_adagrad"])
-def test_steps_that_can_be_captured_are_those_of_others(algorithm: str) -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad"])
+def test_steps_that_can_be_captured_are_those_of_others(optimizer: str) -> None:
     parameters, others = _parameters("cpu"), _parameters("cpu")
-    one = make_capturable(algorithm, parameters, RATE, CPU)
-    other = DENSE_OPTIMIZERS[algorithm](others, lr=RATE)
+    one = make_capturable(optimizer, parameters, RATE, CPU)
+    other = DENSE_OPTIMIZERS[optimizer](others, lr=RATE)
     rate = one.param_groups[0]["lr"]
-    assert isinstance(rate, torch.Tensor) and one.param_groups[0]["fused"] is (True if algorithm == "sgd" else None)
+    assert isinstance(rate, torch.Tensor) and one.param_groups[0]["fused"] is (True if optimizer == "sgd" else None)
     for number in range(4):
         rate.fill_(RATE / (1 + number))
         other.param_groups[0]["lr"] = RATE / (1 + number)
@@ -251,21 +251,21 @@ def test_steps_that_can_be_captured_are_those_of_others(algorithm: str) -> None:
 
 
 def training_of(
-    *, algorithm: str = "adagrad", is_captured: bool = False, is_capturable: bool = True, **more: Any
+    *, optimizer: str = "adagrad", is_captured: bool = False, is_capturable: bool = True, **more: Any
 ) -> Training:
     """Return a training of 6 batches an epoch, the last of 13 samples."""
     log = log_of(813)
     model = DenseModel(SIZES, seed=1)
     kinds = {"sgd": torch.optim.SGD, "adagrad": functools.partial(torch.optim.Adagrad, eps=1e-8)}
-    embedding = PlainEmbedding(ROWS, SIZES.dims, lambda each: kinds[algorithm](each, lr=0.05), seed=1)
+    embedding = PlainEmbedding(ROWS, SIZES.dims, lambda each: kinds[optimizer](each, lr=0.05), seed=1)
     if is_capturable:
-        optimizer = make_capturable(algorithm, model.parameters(), RATE, CPU)
+        made = make_capturable(optimizer, model.parameters(), RATE, CPU)
     else:
-        optimizer = DENSE_OPTIMIZERS[algorithm](model.parameters(), lr=RATE)
+        made = DENSE_OPTIMIZERS[optimizer](model.parameters(), lr=RATE)
     batches = Batches(Span(log, 0, 313), batch_size=60, seed=0)
     evaluation = Batches(Span(log, 313, 500), batch_size=60)
     more = {"evaluation": evaluation, "schedule": SCHEDULE, **more}
-    return Training(model, embedding, optimizer, batches, is_captured=is_captured, **more)
+    return Training(model, embedding, made, batches, is_captured=is_captured, **more)
 
 
 def test_a_captured_training_has_the_losses_of_an_eager_one() -> None:
@@ -328,14 +328,14 @@ def test_replays_alone_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (eager.timed_steps, eager.seconds) == (14, 1400.0), "all but the first ten"
 
 
-@pytest.mark.parametrize("algorithm", ["sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 @pytest.mark.parametrize(("before", "behind"), [(True, True), (False, True), (True, False)])
 def test_checkpoints_of_captured_and_eager_trainings_are_alike(
-    tmp_path: Path, algorithm: str, before: bool, behind: bool
+    tmp_path: Path, optimizer: str, before: bool, behind: bool
 ) -> None:
     """Rates come back into their tensors, counts of steps are those of all steps, the choice of kernels stays."""
     plan = Plan(epochs=5)  # 25 whole batches and 5 smaller ones
-    make = functools.partial(training_of, algorithm=algorithm)
+    make = functools.partial(training_of, optimizer=optimizer)
     expected = make().run(plan).losses
     with stands_in() as events:
         first = make(is_captured=before, is_capturable=before)
@@ -351,7 +351,7 @@ def test_checkpoints_of_captured_and_eager_trainings_are_alike(
         assert not behind or group["lr"] is had
         assert float(group["lr"]) == pytest.approx(SCHEDULE.rate(RATE, 15))
         counts = {float(state["step"]) for state in second._optimizer.state.values() if "step" in state}
-        assert counts == (set() if algorithm == "sgd" else {16.0})
+        assert counts == (set() if optimizer == "sgd" else {16.0})
         found = second.run(plan).losses
     assert first.num_replays == (3 if before else 0)
     assert events.count("captured") == before + 2 * behind

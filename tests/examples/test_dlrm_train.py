@@ -310,7 +310,7 @@ def _collection(wire_dtype: torch.dtype | None) -> po.nn.ShardedEmbeddingBagColl
         [("a", 20, 8, ["x"]), ("c", 5, 8, ["z"]), ("b", 9, 4, ["y"]), ("d", 7, 4, ["w"])],
         max_batch=4,
         placement={**placement, "c": "replicated", "d": "replicated"},
-        algorithm="adagrad",
+        optimizer="adagrad",
         lr=0.5,
         wire_dtype=wire_dtype,
         seed=1,

@@ -37,7 +37,7 @@ _SLOW_LINKS = replace(_RATES, link=5e10)
 def _chosen(
     tables: dict[str, tuple[int, int, float]],
     world: int,
-    algorithm: str = "adagrad",
+    optimizer: str = "adagrad",
     rates: Rates = _RATES,
     given: Any = "auto",
     dtype: torch.dtype = torch.float32,
@@ -46,7 +46,7 @@ def _chosen(
 ) -> tuple[dict[str, TablePlacement], Layout]:
     """Place tables of (rows, columns, lookups per sample) for some samples of every PE."""
     configs = [TableConfig(name, rows, dim, [name], "sum", dtype) for name, (rows, dim, _) in tables.items()]
-    workload = Workload(rates, world, batch, _lookups(tables), algorithm)
+    workload = Workload(rates, world, batch, _lookups(tables), optimizer)
     placements = decided(configs, placements_of(configs, given), workload, rounding)
     return dict(zip(tables, placements, strict=True)), place(
         configs, placements, workload.costs(configs, placements), workload.lookups_per_sample, world
@@ -382,7 +382,7 @@ def _decided_together() -> tuple[Any, ...]:
     assert measured_rates(world) is rates
     lookups = {"x": 40.0, "y": 2.0, "z": 1.0}
     module = po.nn.ShardedEmbeddingBagCollection(
-        _TABLES, max_batch=64, lookups_per_sample=lookups, placement="auto", algorithm="adagrad", lr=0.5
+        _TABLES, max_batch=64, lookups_per_sample=lookups, placement="auto", optimizer="adagrad", lr=0.5
     )
     again = po.nn.ShardedEmbeddingBagCollection(
         _TABLES,

@@ -101,10 +101,10 @@ def test_captured_lookups_without_room_are_not_a_number_and_change_nothing(backe
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 
-def _with_owners_and_without(algorithm: str) -> tuple[list[str], dict[str, list[torch.Tensor]]]:
+def _with_owners_and_without(optimizer: str) -> tuple[list[str], dict[str, list[torch.Tensor]]]:
     """Train with whole-numbered gradients, whose sums are exact: return what differs between the two placements."""
-    options = {"gradient_scale": 0.25, "lr": 0.125, **_OPTIONS[algorithm]}
-    owned = Case("owned", _TABLES, _OWNED, algorithm, options=options)
+    options = {"gradient_scale": 0.25, "lr": 0.125, **_OPTIONS[optimizer]}
+    owned = Case("owned", _TABLES, _OWNED, optimizer, options=options)
     modules = [replace(owned, placement=placement).make() for placement in ({}, _REPLICATED)]
     wrong = []
     for step in range(6):
@@ -121,13 +121,13 @@ def _with_owners_and_without(algorithm: str) -> tuple[list[str], dict[str, list[
             if not torch.equal(a, b):
                 wrong.append(name)
     states = [{name for name in each if "embedding_bags" not in name} for each in (owner, replica)]
-    assert states[0] == states[1] and bool(states[0]) is (algorithm != "sgd")
+    assert states[0] == states[1] and bool(states[0]) is (optimizer != "sgd")
     return wrong, {name: blocks for name, blocks in replica.items() if "b" not in name.split(".")}
 
 
-@pytest.mark.parametrize("algorithm", _OPTIONS)
-def test_replicas_have_the_bits_of_an_owner(backend: str, algorithm: str) -> None:
-    found = in_world(_with_owners_and_without, 3, backend, algorithm)
+@pytest.mark.parametrize("optimizer", _OPTIONS)
+def test_replicas_have_the_bits_of_an_owner(backend: str, optimizer: str) -> None:
+    found = in_world(_with_owners_and_without, 3, backend, optimizer)
     assert [wrong for wrong, _ in found] == [[]] * 3
     _assert_equal([blocks for _, blocks in found])
 
@@ -296,7 +296,7 @@ def test_what_it_refuses() -> None:
 def _one_does_not_come(backend: str) -> list[Any]:
     """One PE leaves out a backward pass: the others' replicas may be ahead, and must be loaded."""
     init_with_impatient_kernels(backend, 2.0, 64 << 20)
-    case = replace(_SHARED, placement="replicated", algorithm="adagrad")
+    case = replace(_SHARED, placement="replicated", optimizer="adagrad")
     module = case.make()
     _step(module, case, 0)
     tables, states = module.state_dict(), module.optimizer.state_dict()

@@ -372,7 +372,7 @@ def _freed() -> list[bool]:
     gc.collect()
     gc.disable()
     try:
-        module = po.nn.ShardedEmbeddingBagCollection([("a", 5, 4, ["x"])], max_batch=4, algorithm="rowwise_adagrad")
+        module = po.nn.ShardedEmbeddingBagCollection([("a", 5, 4, ["x"])], max_batch=4, optimizer="rowwise_adagrad")
         module(*_lookups(3)).sum().backward()
         optimizer, table = weakref.ref(module.optimizer), weakref.ref(module.embedding_bags["a"])
         state = module.state_dict()

@@ -25,9 +25,9 @@ _ADAGRAD = next(case for case in CASES if case.name == "adagrad")
 _STEPS, _MORE = 3, 2
 
 
-def _case(algorithm: str, slices: int = 2) -> Case:
+def _case(optimizer: str, slices: int = 2) -> Case:
     placement = {**_ADAGRAD.placement, "a": TablePlacement("column_wise", slices)}
-    return replace(_ADAGRAD, algorithm=algorithm, placement=placement)
+    return replace(_ADAGRAD, optimizer=optimizer, placement=placement)
 
 
 def _parts(module: Any) -> dict[str, Any]:
@@ -101,32 +101,32 @@ def _states_of(reference: Reference) -> dict[str, torch.Tensor]:
     return {f"{name}.momentum1": of_table for name, of_table in sums.items() if of_table is not None}
 
 
-def _check(of_pes: list[dict[str, Any]], reference: Reference, algorithm: str) -> None:
-    most = 2e-4 if algorithm == "adam" else 2e-5  # 1 - 0.999^t has few digits
+def _check(of_pes: list[dict[str, Any]], reference: Reference, optimizer: str) -> None:
+    most = 2e-4 if optimizer == "adam" else 2e-5  # 1 - 0.999^t has few digits
     for name, table in reference.tables.items():
         found = _whole(of_pes, f"embedding_bags.{name}.weight", table.shape)
         torch.testing.assert_close(found, table.detach(), rtol=most, atol=most)
     states = _states_of(reference)
-    assert len(states) == len(reference.tables) * {"sgd": 0, "adam": 2}.get(algorithm, 1)
+    assert len(states) == len(reference.tables) * {"sgd": 0, "adam": 2}.get(optimizer, 1)
     for name, state in states.items():
-        wanted = state.flatten() if algorithm == "rowwise_adagrad" else state
+        wanted = state.flatten() if optimizer == "rowwise_adagrad" else state
         torch.testing.assert_close(_whole(of_pes, name, wanted.shape), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ["adagrad", "sgd", "adam", "rowwise_adagrad"])
-def test_saved_on_four_and_loaded_elsewhere(backend: str, algorithm: str, tmp_path: Path) -> None:
-    case = _case(algorithm)
+@pytest.mark.parametrize("optimizer", ["adagrad", "sgd", "adam", "rowwise_adagrad"])
+def test_saved_on_four_and_loaded_elsewhere(backend: str, optimizer: str, tmp_path: Path) -> None:
+    case = _case(optimizer)
     folder = str(tmp_path / "saved")
     saved = in_processes(_saved, 4, backend, folder, case, _STEPS, timeout=200)
     reference = Reference(case)
     for step in range(_STEPS):
         reference.step(4, step)
-    _check(saved, reference, algorithm)
+    _check(saved, reference, optimizer)
     for world in (2, 1):
         trained_on = copy.deepcopy(reference)
         for step in range(_STEPS, _STEPS + _MORE):
             trained_on.step(world, step)
-        _check(in_processes(_loaded, world, backend, folder, case, _MORE, timeout=200), trained_on, algorithm)
+        _check(in_processes(_loaded, world, backend, folder, case, _MORE, timeout=200), trained_on, optimizer)
     plain = _loaded_plain(folder, saved, case)
     for step in range(_STEPS, _STEPS + _MORE):
         plain.step(1, step)
@@ -142,7 +142,7 @@ def _loaded_plain(folder: str, saved: list[dict[str, Any]], case: Case) -> Refer
     states: dict[str, dict[str, torch.Tensor]] = {f"embedding_bags.{name}.weight": {} for name in plain.tables}
     for name, state in own.items():
         of_table = states[f"embedding_bags.{name.split('.')[0]}.weight"]
-        of_table[name] = torch.full_like(state.flatten() if case.algorithm == "rowwise_adagrad" else state, -1.0)
+        of_table[name] = torch.full_like(state.flatten() if case.optimizer == "rowwise_adagrad" else state, -1.0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         parts = {"tables": tables, "optimizer": {"state": states}}
@@ -155,7 +155,7 @@ def _loaded_plain(folder: str, saved: list[dict[str, Any]], case: Case) -> Refer
             for key, state in states[f"embedding_bags.{name}.weight"].items():
                 assert torch.equal(state, _whole(saved, key, state.shape)), key
                 own[key].copy_(state.view_as(own[key]))
-    if case.algorithm == "adam":
+    if case.optimizer == "adam":
         plain.optimizer._num_steps = _STEPS
     return plain
 
@@ -167,18 +167,18 @@ def test_before_the_first_step(backend: str, tmp_path: Path) -> None:
     for name, shape in (("a.momentum1", (2 * 30,)), ("b.momentum1", (9,)), ("c.momentum1", (4,))):
         assert torch.equal(_whole(saved, name, torch.Size(shape)), torch.zeros(shape)), name
         assert torch.equal(_whole([found], name, torch.Size(shape)), torch.zeros(shape)), name
-    rows = Reference(replace(case, algorithm="sgd"))
+    rows = Reference(replace(case, optimizer="sgd"))
     for name, table in rows.tables.items():
         assert torch.equal(_whole([found], f"embedding_bags.{name}.weight", table.shape), table), name
 
 
 def test_another_number_of_slices(backend: str, tmp_path: Path) -> None:
     """Means over columns cannot be cut anew; what is kept by element can."""
-    for algorithm in ("rowwise_adagrad", "adagrad"):
-        folder = str(tmp_path / algorithm)
-        saved = in_processes(_saved, 2, backend, folder, _case(algorithm), _STEPS, timeout=200)
-        found = in_processes(_loaded, 2, backend, folder, _case(algorithm, slices=4), 0, timeout=200)
-        if algorithm == "rowwise_adagrad":
+    for optimizer in ("rowwise_adagrad", "adagrad"):
+        folder = str(tmp_path / optimizer)
+        saved = in_processes(_saved, 2, backend, folder, _case(optimizer), _STEPS, timeout=200)
+        found = in_processes(_loaded, 2, backend, folder, _case(optimizer, slices=4), 0, timeout=200)
+        if optimizer == "rowwise_adagrad":
             assert all("a.momentum1" in told and "Size mismatch" in told for told in found), found
             reason = "torch.Size([120]) (30 rows of 4 column slices: a state of 'rowwise_adagrad' is a mean over"
             assert all(reason in told and "so their number must stay" in told for told in found), found
@@ -190,13 +190,13 @@ def test_another_number_of_slices(backend: str, tmp_path: Path) -> None:
 
 _ENTRIES = {
     *("params", "lr", "eps", "weight_decay", "weight_decay_mode", "betas", "seed"),
-    *("step", "beta_powers", "algorithm", "column_slices"),
+    *("step", "beta_powers", "optimizer", "column_slices"),
 }
 
 
 def _entries() -> list[set[str]]:
     makes = functools.partial(po.nn.ShardedEmbeddingBagCollection, [TableConfig("a", 5, 4, ["a"])], max_batch=4)
-    made = [makes(algorithm="adam"), makes(algorithm="rowwise_adagrad", max_norm=1.0)]
+    made = [makes(optimizer="adam"), makes(optimizer="rowwise_adagrad", max_norm=1.0)]
     return [set(module.optimizer.state_dict()["param_groups"][0]) for module in made]
 
 
@@ -224,11 +224,11 @@ def _refused() -> dict[str, str]:
     of_four.optimizer.save_param_groups(False)
     assert "param_groups" not in of_four.optimizer.state_dict()
     tried("shape of slices", module.optimizer.load_state_dict, of_four.optimizer.state_dict(), ValueError)
-    other = {**states, "param_groups": [{**states["param_groups"][0], "algorithm": "adam"}]}
-    tried("algorithm", module.optimizer.load_state_dict, other, ValueError)
+    other = {**states, "param_groups": [{**states["param_groups"][0], "optimizer": "adam"}]}
+    tried("optimizer", module.optimizer.load_state_dict, other, ValueError)
     tables_of_norms = [TableConfig("a", 5, 4, ["a"])]
     makes = functools.partial(po.nn.ShardedEmbeddingBagCollection, tables_of_norms, max_batch=4)
-    bounded, free = (makes(algorithm="rowwise_adagrad", max_norm=norm).optimizer for norm in (2, None))
+    bounded, free = (makes(optimizer="rowwise_adagrad", max_norm=norm).optimizer for norm in (2, None))
     tried("a norm", free.load_state_dict, bounded.state_dict(), ValueError)
     tried("any norm", bounded.load_state_dict, free.state_dict(), ValueError)
     bounded.load_state_dict(bounded.state_dict())
@@ -237,7 +237,7 @@ def _refused() -> dict[str, str]:
     tried("no prefix", module.optimizer.load_state_dict, module.optimizer.state_dict(prefix="m."), ValueError)
     of_a = {**states["state"]["embedding_bags.a.weight"], "a.exp_avg_sq": torch.zeros(30, 8)}
     extra = {"state": {**states["state"], "embedding_bags.a.weight": of_a}}
-    tried("another algorithm", module.optimizer.load_state_dict, extra, ValueError)
+    tried("another optimizer", module.optimizer.load_state_dict, extra, ValueError)
     surplus = {"state": {**states["state"], "embedding_bags.e.weight": {}}}
     tried("another table", module.optimizer.load_state_dict, surplus, ValueError)
     plain = _case("sgd").make().optimizer
@@ -257,13 +257,13 @@ def test_what_cannot_be_loaded(backend: str) -> None:
     wanted = {
         "slices": "a was trained in 4 column slices, and has 2",
         "shape of slices": "the number of column slices must stay",
-        "algorithm": "of 'adam', but the optimizer is 'rowwise_adagrad'",
+        "optimizer": "of 'adam', but the optimizer is 'rowwise_adagrad'",
         "a norm": "of 'rowwise_adagrad, max_norm=2.0', but the optimizer is 'rowwise_adagrad'",
         "any norm": "of 'rowwise_adagrad', but the optimizer is 'rowwise_adagrad, max_norm=2.0'",
         "no states": "expected 'a.momentum1'",
         "no prefix": "expected states of ['embedding_bags.a.weight'",
         "another table": "got ['embedding_bags.a.weight', 'embedding_bags.b.weight', 'embedding_bags.c.weight', 'embe",
-        "another algorithm": "has ['a.momentum1'] of embedding_bags.a.weight, but not ['a.exp_avg_sq']",
+        "another optimizer": "has ['a.momentum1'] of embedding_bags.a.weight, but not ['a.exp_avg_sq']",
         "states of none": "'sgd' has [] of embedding_bags.a.weight, but not ['a.momentum1']",
         "a table too few": "embedding_bags.a.weight",
         "a table too many": "embedding_bags.e.weight",
@@ -279,7 +279,7 @@ def test_what_cannot_be_loaded(backend: str) -> None:
 def _refused_whole() -> dict[str, tuple[str, bool]]:
     """Load state dicts of which the last table, or what is behind it, is bad; return what is told, and what stayed."""
     tables = [("a", 20, 8, ["x"]), ("b", 30, 8, ["y"])]
-    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, algorithm="adagrad", lr=0.5)
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, optimizer="adagrad", lr=0.5)
     group = module.optimizer.state_dict()["param_groups"][0]
     good = {f"embedding_bags.{name}.weight": {f"{name}.momentum1": torch.ones(n, 8)} for name, n, *_ in tables}
     found = {}

@@ -426,7 +426,7 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
     "batch of replicas": ({"max_batch": -1, "placement": "replicated"}, "ValueError", "max_batch: expected"),
     "bounds": ({"bounds": "Fatal", "placement": "replicated"}, "ValueError", "bounds: expected one of ('fatal', 'ig"),
     "seed": ({"seed": 1.5}, "ValueError", "seed: expected a whole number, got 1.5"),
-    "algorithm": ({"algorithm": "lamb"}, "ValueError", "algorithm"),
+    "optimizer": ({"optimizer": "lamb"}, "ValueError", "optimizer"),
     "wire": ({"wire_dtype": torch.float16}, "TypeError", "wire_dtype"),
     "wire of 16-bit tables": (
         {"tables": [("a", 2, 4, ["x"], "sum", torch.bfloat16)], "wire_dtype": torch.bfloat16},

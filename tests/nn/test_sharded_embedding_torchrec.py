@@ -51,7 +51,7 @@ def _collection() -> Any:
     return modules.EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
 
 
-def _theirs(algorithm: str) -> Any:
+def _theirs(optimizer: str) -> Any:
     """Return TorchRec's model of two ranks: a in two slices, b and c on a rank each."""
     optim = importlib.import_module("torchrec.optim")
     parallel = importlib.import_module("torchrec.distributed.model_parallel")
@@ -60,7 +60,7 @@ def _theirs(algorithm: str) -> Any:
     types = importlib.import_module("torchrec.distributed.types")
     in_backward = importlib.import_module("torchrec.optim.apply_optimizer_in_backward").apply_optimizer_in_backward
     collection = _collection()
-    in_backward(getattr(optim, _OPTIMIZERS[algorithm]), collection.parameters(), {"lr": _RATE, "eps": _EPS})
+    in_backward(getattr(optim, _OPTIMIZERS[optimizer]), collection.parameters(), {"lr": _RATE, "eps": _EPS})
     sharder = sharders.EmbeddingBagCollectionSharder()
     placed = {"a": plans.column_wise(ranks=[0, 1]), "b": plans.table_wise(rank=1), "c": plans.table_wise(rank=0)}
     plan = plans.construct_module_sharding_plan(
@@ -75,7 +75,7 @@ def _theirs(algorithm: str) -> Any:
     )
 
 
-def _ours(algorithm: str) -> _Model:
+def _ours(optimizer: str) -> _Model:
     """Return a model with a collection of other rows, placed otherwise."""
     last = po.world_size() - 1
     placement = {**_PLACEMENT, "a": TablePlacement("column_wise", 2, (last, 0))}
@@ -85,7 +85,7 @@ def _ours(algorithm: str) -> _Model:
             max_batch=8,
             lookups_per_sample=3.0,
             placement=placement,
-            algorithm=algorithm,
+            optimizer=optimizer,
             lr=_RATE,
             eps=_EPS,
         )
@@ -146,19 +146,19 @@ def _load_into_ours(model: Any, folder: str) -> None:
     model.sparse.optimizer.save_param_groups(True)
 
 
-def _exchanged(algorithm: str, folder: Path) -> list[Any]:
-    theirs, cpu = _theirs(algorithm), torch.device("cpu")
+def _exchanged(optimizer: str, folder: Path) -> list[Any]:
+    theirs, cpu = _theirs(optimizer), torch.device("cpu")
     for step in range(2):
         _train(theirs, cpu, step)
     dcp.save(_parts_of_theirs(theirs), checkpoint_id=folder / "theirs")
-    ours = _ours(algorithm)
+    ours = _ours(optimizer)
     _load_into_ours(ours, str(folder / "theirs"))
     seen = [_blocks(_parts_of_theirs(theirs)), _blocks(_parts_of_ours(ours))]
     _train(theirs, cpu, 2)
     _train(ours, po.device(), 2)
     seen += [_blocks(_parts_of_theirs(theirs)), _blocks(_parts_of_ours(ours))]
     dcp.save(_parts_of_ours(ours), checkpoint_id=folder / "ours")
-    again = _theirs(algorithm)
+    again = _theirs(optimizer)
     parts = _parts_of_theirs(again)
     dcp.load(parts, checkpoint_id=folder / "ours")
     again.load_state_dict(parts["model"])
@@ -166,29 +166,29 @@ def _exchanged(algorithm: str, folder: Path) -> list[Any]:
     return [*seen, _blocks(_parts_of_theirs(again))]
 
 
-def _loaded(algorithm: str, folder: Path) -> list[Any]:
-    ours = _ours(algorithm)
+def _loaded(optimizer: str, folder: Path) -> list[Any]:
+    ours = _ours(optimizer)
     _load_into_ours(ours, str(folder / "theirs"))
     return [_blocks(_parts_of_ours(ours))]
 
 
 def _in_a_world(backend: str, program: Any, folder: Path) -> dict[str, list[Any]]:
     with world_of(backend, "gloo"):
-        seen = {algorithm: program(algorithm, folder / algorithm) for algorithm in _OPTIMIZERS}
+        seen = {optimizer: program(optimizer, folder / optimizer) for optimizer in _OPTIMIZERS}
         po.check()
     return seen
 
 
-def _whole(of_pes: list[Any], algorithm: str, number: int) -> dict[str, torch.Tensor]:
+def _whole(of_pes: list[Any], optimizer: str, number: int) -> dict[str, torch.Tensor]:
     """Put the PEs' blocks of what was seen together; NaN where nobody has any."""
     found = {}
     for name, (rows, dim, _) in _TABLES.items():
         slices = 2 if name == "a" else 1
-        state = (rows * slices,) if algorithm == "rowwise_adagrad" else (rows, dim)
+        state = (rows * slices,) if optimizer == "rowwise_adagrad" else (rows, dim)
         for key, size in ((f"{_PATH}embedding_bags.{name}.weight", (rows, dim)), (f"{name}.momentum1", state)):
             whole = torch.full(size, float("nan"))
             for of_pe in of_pes:
-                for offsets, block in of_pe[algorithm][number].get(key, []):
+                for offsets, block in of_pe[optimizer][number].get(key, []):
                     whole[tuple(slice(at, at + n) for at, n in zip(offsets, block.shape, strict=True))] = block
             found[key] = whole
     return found
@@ -198,9 +198,9 @@ def test_checkpoints_both_ways(backend: str, tmp_path: Path) -> None:
     """Saved by either of two PEs, loaded by the other, and on one PE; a step behind that is the same for both."""
     of_two = in_processes(_in_a_world, 2, backend, _exchanged, tmp_path, timeout=250)
     of_one = in_processes(_in_a_world, 1, backend, _loaded, tmp_path, timeout=250)
-    for algorithm in _OPTIMIZERS:
-        theirs, ours, theirs_next, ours_next, again = (_whole(of_two, algorithm, number) for number in range(5))
-        alone = _whole(of_one, algorithm, 0)
+    for optimizer in _OPTIMIZERS:
+        theirs, ours, theirs_next, ours_next, again = (_whole(of_two, optimizer, number) for number in range(5))
+        alone = _whole(of_one, optimizer, 0)
         for name, saved in theirs.items():
             assert torch.equal(ours[name], saved) and torch.equal(alone[name], saved), name
             assert torch.equal(again[name], ours_next[name]), name

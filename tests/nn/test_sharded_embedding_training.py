@@ -29,7 +29,7 @@ def _dlrm_tables() -> po.nn.ShardedEmbeddingBagCollection:
         max_batch=4096,
         lookups_per_sample={f"f{n}": hotness for n, hotness in enumerate(HOTNESS)},
         placement={"t0": "replicated", "t2": TablePlacement("column_wise", 2)},
-        algorithm="adagrad",
+        optimizer="adagrad",
         lr=0.05,
         seed=1,
     )
@@ -303,7 +303,7 @@ def test_loops_may_check_leave_out_and_evaluate(backend: str) -> None:
 def _fixed_options() -> list[Any]:
     """What schedulers and checkpoints change beside the rate."""
     tables = [TableConfig("a", 5, 4, ["a"])]
-    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, algorithm="adam", lr=0.1)
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, optimizer="adam", lr=0.1)
     values, lengths = torch.arange(2), torch.ones(2, dtype=torch.int64)
     saved = module.optimizer.state_dict()
     seen: list[Any] = []

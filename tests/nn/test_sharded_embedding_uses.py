@@ -75,7 +75,7 @@ def test_the_first_step_may_be_compiled(placement: str, how: str) -> None:
 
 
 def _saved_and_loaded() -> bool:
-    module = _module(algorithm="adagrad")
+    module = _module(optimizer="adagrad")
     module(*_lookups(0, 3, 3)).sum().backward()
     before = [each.clone() for each in module.parameters()]
     file = io.BytesIO()
@@ -93,7 +93,7 @@ def test_state_dicts_go_through_torch_save_and_load() -> None:
 
 
 def _copied() -> list[tuple[str, str]]:
-    optimizer = _module(algorithm="adagrad").optimizer
+    optimizer = _module(optimizer="adagrad").optimizer
     ways: tuple[Callable[[Any], object], ...] = (copy.copy, copy.deepcopy, pickle.dumps)
     return [error_of(lambda way=way: way(optimizer))[:2] for way in ways]
 

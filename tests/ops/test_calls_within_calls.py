@@ -78,7 +78,7 @@ def test_each_call_takes_its_own_tensors(backend: str, operator: Callable[[int],
 def _trained_behind_a_refused_call() -> list[float]:
     """Pool on all PEs, PE 0 with a call within that launch, which is refused; then take a step by another call."""
     table = torch.ones(3, 8, device=po.device())
-    optimizer = po.EmbeddingOptimizer([table], algorithm="sgd", lr=1.0)
+    optimizer = po.EmbeddingOptimizer([table], optimizer="sgd", lr=1.0)
     workspace = po_world.current().workspace
     launch, is_within = workspace.launch, [False]
 

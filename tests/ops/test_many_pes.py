@@ -57,10 +57,10 @@ def _product() -> str | None:
 def _rows() -> str | None:
     case, rank, world = Rows("many PEs", 90, uniform(7, 0, 4), (5,), torch.bfloat16), po.rank(), po.world_size()
     x, want = to_sparse(case, make_rows(case, world, _ITERATION)[rank]), wanted_rows(case, world, _ITERATION)
-    for algorithm in ("owner", "allgather", "dense"):
-        found = taken_apart(po.sparse_all_reduce(x, algorithm=algorithm))
-        if problem := rows_problem(found, want, zeros_have_signs=zeros_have_signs(algorithm)):
-            return f"{algorithm}: {problem}"
+    for optimizer in ("owner", "allgather", "dense"):
+        found = taken_apart(po.sparse_all_reduce(x, algorithm=optimizer))
+        if problem := rows_problem(found, want, zeros_have_signs=zeros_have_signs(optimizer)):
+            return f"{optimizer}: {problem}"
     return None
 
 
@@ -89,7 +89,7 @@ def _trained() -> str | None:
     """Lookups that PEs have exchanged, weighted: tables that a backward pass updates, and gradients of the weights."""
     case, rank, world = _TRAINED, po.rank(), po.world_size()
     tables = [table.clone() for table in make_inputs(case, rank, world, 0).tables]
-    optimizer = po.EmbeddingOptimizer(tables, case.algorithm, lr=0.1)
+    optimizer = po.EmbeddingOptimizer(tables, case.optimizer, lr=0.1)
     with exchange(make_exchange(case), case, _ITERATION, gives_gradients=True) as lookups:
         weights = lookups.per_sample_weights
         dims = columns_of(case, world)

@@ -45,7 +45,7 @@ def _module(*names: str) -> Callable[[], torch.Tensor]:
     tables = [po.nn.TableConfig(f"t{n}", 4, 8 + 8 * n, [f"f{n}"], poolings[n]) for n in range(len(names))]
     sliced = po.nn.TablePlacement("column_wise", num_slices=2)
     placed = {f"t{n}": sliced if name == sliced.kind else name for n, name in enumerate(names)}
-    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, placement=placed, algorithm="sgd", lr=1.0)
+    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, placement=placed, optimizer="sgd", lr=1.0)
     assert len(module.layout.groups) == len(
         {p for p, name in zip(poolings, names, strict=False) if name != "replicated"}
     )

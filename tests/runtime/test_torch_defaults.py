@@ -71,14 +71,14 @@ def _floats(*shape: int) -> torch.Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32, device=_CPU).view(shape) / 8
 
 
-def _trained(placement: str, algorithm: str) -> list[torch.Tensor]:
+def _trained(placement: str, optimizer: str) -> list[torch.Tensor]:
     """Return a module's result and the gradients of its weights, of a second step."""
     weighted, mean = (placement, "sum", True), (placement, "mean", False)
     results = []
     for where, pooling, is_weighted in (weighted, mean):
         config = po.nn.TableConfig("table", 6, 4, ["feature"], pooling=pooling)
         module = po.nn.ShardedEmbeddingBagCollection(
-            [config], max_batch=8, placement=where, algorithm=algorithm, lr=0.5, is_weighted=is_weighted, seed=3
+            [config], max_batch=8, placement=where, optimizer=optimizer, lr=0.5, is_weighted=is_weighted, seed=3
         )
         factors = _floats(4).requires_grad_() if is_weighted else None
         for _ in range(2):
@@ -113,12 +113,12 @@ def _results(backend: str, device: str | None) -> list[torch.Tensor]:
         try:
             results = [
                 each
-                for placement, algorithm in (
+                for placement, optimizer in (
                     ("table_wise", "adagrad"),
                     ("replicated", "adam"),
                     ("auto", "rowwise_adagrad"),
                 )
-                for each in _trained(placement, algorithm)
+                for each in _trained(placement, optimizer)
             ]
             results += _by_operators()
             po.check()

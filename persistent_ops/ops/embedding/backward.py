@@ -27,7 +27,7 @@ from .widths import agree_on_widths
 
 __all__ = ["EmbeddingOptimizer", "backward_key", "in_float32", "num_tables", "tables_named"]
 
-_ALGORITHMS = tuple(step for step in STEPS if step != GRADIENT)
+_OPTIMIZERS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(decay for decay in DECAYS if decay != "none")
 _MOST_STEPS = 1_000_000
 _MOST_NAMED = 8  # tables, in an error
@@ -55,11 +55,12 @@ class EmbeddingOptimizer:
     Args:
         tables: this PE's, as they are passed to `embedding_all_to_all`, in the same order; in a list, tuple or
             `nn.ParameterList`. Where there are several lists, each has an optimizer, made at the same time on all PEs,
-            of the same algorithm. What else is chosen here is for this PE's tables alone: peers may choose otherwise.
-        algorithm: see above.
+            of the same name. What else is chosen here is for this PE's tables alone: peers may choose otherwise.
+        optimizer: "sgd", "adagrad", "rowwise_adagrad" or "adam"; see above.
         lr: of the first step; see `lr`.
         eps: added to roots.
-        weight_decay, weight_decay_mode: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
+        weight_decay: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
+        weight_decay_mode: "l2" or "decoupled"; see above.
         max_norm: for "rowwise_adagrad", from 1e-18 to 1e18: rows whose Euclidean norm is larger behind the step, and
             before they are rounded, are scaled to it; None for any.
         betas: of "adam".
@@ -93,7 +94,7 @@ class EmbeddingOptimizer:
     def __init__(
         self,
         tables: Sequence[torch.Tensor],
-        algorithm: str = "sgd",
+        optimizer: str = "sgd",
         *,
         lr: float = 0.01,
         eps: float = 1e-8,
@@ -104,16 +105,16 @@ class EmbeddingOptimizer:
         rounding: str = "nearest",
         seed: int | Sequence[int] = 0,
     ) -> None:
-        if algorithm not in _ALGORITHMS:
-            raise ValueError(f"algorithm: expected one of {', '.join(map(repr, _ALGORITHMS))}, got {algorithm!r}")
+        if optimizer not in _OPTIMIZERS:
+            raise ValueError(f"optimizer: expected one of {', '.join(map(repr, _OPTIMIZERS))}, got {optimizer!r}")
         if weight_decay_mode not in _DECAY_MODES:
             raise ValueError(f"weight_decay_mode: expected one of {_DECAY_MODES}, got {weight_decay_mode!r}")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
             _check_number(name, value)
-        if weight_decay and algorithm in ("sgd", "adagrad"):
-            raise ValueError(f"weight_decay: {algorithm!r} has none, got {weight_decay}")
+        if weight_decay and optimizer in ("sgd", "adagrad"):
+            raise ValueError(f"weight_decay: {optimizer!r} has none, got {weight_decay}")
         if max_norm is not None:
-            _check_max_norm(max_norm, algorithm)
+            _check_max_norm(max_norm, optimizer)
         try:
             betas = (float(betas[0]), float(betas[1]))
         except (TypeError, ValueError, IndexError, OverflowError):
@@ -121,7 +122,7 @@ class EmbeddingOptimizer:
         if not all(beta >= 0 and in_float32(beta) < 1 for beta in betas):
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, also in float32, got {betas}")
         self._tables = _listed(tables)
-        self._algorithm, self._rounding = algorithm, rounding
+        self._optimizer, self._rounding = optimizer, rounding
         self._token = _Token()  # what plans know it by, which outlive it
         self._tables_named, self._name = num_tables(len(self._tables)), ""  # for errors
         self._states: dict[tuple[int, ...], tuple[torch.Tensor, ...]] = {}
@@ -133,7 +134,7 @@ class EmbeddingOptimizer:
         self._num_passes = 0  # backward, begun by all PEs alike
         self._seen: TableSet | None = None  # what the tables were in the last call
         self._keys: dict[Hashable, BackwardKey] = {}  # of backward passes, by what their forward passes were like
-        self._decay = weight_decay_mode if weight_decay and algorithm == "rowwise_adagrad" else "none"
+        self._decay = weight_decay_mode if weight_decay and optimizer == "rowwise_adagrad" else "none"
         self._constants = {
             "eps": eps,
             "weight_decay": weight_decay,
@@ -222,8 +223,8 @@ class EmbeddingOptimizer:
         if not isinstance(table, torch.Tensor) or table.dim() != 2:
             raise TypeError(f"tables: expected [R, D] tensors, got {type(table).__name__}")
         shape: tuple[int, ...] = tuple(table.shape)
-        count = {"sgd": 0, "adam": 2}.get(self._algorithm, 1)
-        if self._algorithm == "rowwise_adagrad":
+        count = {"sgd": 0, "adam": 2}.get(self._optimizer, 1)
+        if self._optimizer == "rowwise_adagrad":
             shape = shape[:1]
         return tuple(torch.zeros(shape, dtype=torch.float32, device=table.device) for _ in range(count))
 
@@ -366,7 +367,7 @@ class EmbeddingOptimizer:
 
     def _plan(self, world: _world.World, key: BackwardKey, weights: Sequence[torch.Tensor]) -> BackwardPlan:
         states = [self.state(weight) for weight in weights]
-        chosen = (self._algorithm, self._decay, self._rounding)
+        chosen = (self._optimizer, self._decay, self._rounding)
         return BackwardPlan(world, key, weights, states, *chosen, self._constants)
 
 
@@ -434,11 +435,11 @@ def _check_number(name: str, value: float) -> None:
         raise ValueError(f"{name}: expected a number of at least 0 and below infinity, also in float32, got {value}")
 
 
-def _check_max_norm(max_norm: float, algorithm: str) -> None:
+def _check_max_norm(max_norm: float, optimizer: str) -> None:
     if not 1e-18 <= as_number("max_norm", max_norm) <= 1e18:  # the squares of which float32 holds
         raise ValueError(f"max_norm: expected a number from 1e-18 to 1e18, or None for any norm, got {max_norm}")
-    if algorithm != "rowwise_adagrad":
-        raise ValueError(f"max_norm: 'rowwise_adagrad' alone has one, got {max_norm} for {algorithm!r}")
+    if optimizer != "rowwise_adagrad":
+        raise ValueError(f"max_norm: 'rowwise_adagrad' alone has one, got {max_norm} for {optimizer!r}")
 
 
 def _write(name: str, memory: torch.Tensor, value: float | torch.Tensor) -> None:

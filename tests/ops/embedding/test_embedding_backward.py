@@ -34,7 +34,7 @@ class BackwardTrial(Trial):
         case, rank, world = self._case, po.rank(), po.world_size()
         tables = [table.to(po.device(), copy=True) for table in make_inputs(case, rank, world, 0).tables]
         self._tables = [tables[0]] * 2 if case.shape.same_table else tables
-        self._optimizer = po.EmbeddingOptimizer(self._tables, case.algorithm, lr=0.1, **dict(case.options))
+        self._optimizer = po.EmbeddingOptimizer(self._tables, case.optimizer, lr=0.1, **dict(case.options))
         self._optimizer.gradient_scale.fill_(case.scale)
         self._model = Model(case, rank, world)
 
@@ -113,66 +113,66 @@ class TestBits(BitsSuite):
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 
 
-def _replayed(algorithm: str, rounding: str) -> list[str]:
+def _replayed(optimizer: str, rounding: str) -> list[str]:
     """Replay both passes, under schedules of rate and gradient scale; return what is wrong with tables and states."""
     rank, world = po.rank(), po.world_size()
     shape = Shape("replayed", dims=lambda rank: (16, 8), batch=lambda world: 13, dtype=torch.bfloat16)
-    case = Case(f"replayed {algorithm}", shape, algorithm, (("rounding", rounding), ("seed", 3)))
+    case = Case(f"replayed {optimizer}", shape, optimizer, (("rounding", rounding), ("seed", 3)))
     split = split_of(shape, world)
     inputs = make_inputs(case, rank, world, 0)
     tables = [table.to(po.device(), copy=True) for table in inputs.tables]
     indices, offsets = inputs.indices.to(po.device()), inputs.offsets.to(po.device())
     first = sum(split[:rank])
     gradient = make_gradient(case, world, 0, 0)[first : first + split[rank]].to(po.device())
-    optimizer = po.EmbeddingOptimizer(tables, algorithm, lr=0.1, **dict(case.options))
+    made = po.EmbeddingOptimizer(tables, optimizer, lr=0.1, **dict(case.options))
 
     def step() -> None:
-        po.embedding_all_to_all(tables, indices, offsets, batch_per_rank=split, optimizer=optimizer).backward(gradient)
+        po.embedding_all_to_all(tables, indices, offsets, batch_per_rank=split, optimizer=made).backward(gradient)
 
     step()
     po.check()
     graph = Graph(step)
     for table, begin in zip(tables, inputs.tables, strict=True):
         table.copy_(begin)
-        for state in optimizer.state(table):
+        for state in made.state(table):
             state.zero_()
-    optimizer.loaded(0)
+    made.loaded(0)
     model = Model(case, rank, world)
     for turn in range(7):
-        optimizer.lr.fill_(0.1 / (1 + turn))
-        optimizer.gradient_scale.fill_(2.0 ** -(turn % 3))
+        made.lr.fill_(0.1 / (1 + turn))
+        made.gradient_scale.fill_(2.0 ** -(turn % 3))
         graph.replay()
         model.rescale(2.0 ** -(turn % 3))
         model.step(0, 0, 0.1 / (1 + turn))
     po.check()
     pairs = [*zip(tables, model.tables, strict=True)]
     for table, states in zip(tables, model.states, strict=True):
-        pairs += zip(optimizer.state(table), states, strict=True)
+        pairs += zip(made.state(table), states, strict=True)
     return [problem for pair in pairs if (problem := difference(*pair))]
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("algorithm", ["sgd", "adam"])
-def test_replays_have_steps_and_rates_of_their_own(backend: str, algorithm: str, rounding: str) -> None:
-    assert in_world(_replayed, 2, backend, algorithm, rounding) == [[]] * 2
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_replays_have_steps_and_rates_of_their_own(backend: str, optimizer: str, rounding: str) -> None:
+    assert in_world(_replayed, 2, backend, optimizer, rounding) == [[]] * 2
 
 
 # ---- against torch ---------------------------------------------------------------------------------------------------
 
 
-def _against_torch(algorithm: str, is_whole: bool) -> list[str]:
+def _against_torch(optimizer: str, is_whole: bool) -> list[str]:
     """Ten steps, beside one process with embedding_bag and torch.optim; return what differs too much."""
     rank, world = po.rank(), po.world_size()
     shape = Shape("torch", dims=lambda rank: (16, 8), batch=lambda world: 12)
-    case = Case(f"torch {algorithm}", shape, algorithm)
+    case = Case(f"torch {optimizer}", shape, optimizer)
     tables = make_inputs(case, rank, world, 0).tables
     if is_whole:
         tables = [table.mul(8).round() for table in tables]
     own = [table.to(po.device(), copy=True) for table in tables]
     wanted = [table.clone().requires_grad_() for table in tables]
-    optimizer = po.EmbeddingOptimizer(own, algorithm, lr=0.5)
-    options = {} if algorithm == "sgd" else {"eps": 1e-8}
-    of_torch = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[algorithm](wanted, lr=0.5, **options)
+    made = po.EmbeddingOptimizer(own, optimizer, lr=0.5)
+    options = {} if optimizer == "sgd" else {"eps": 1e-8}
+    of_torch = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[optimizer](wanted, lr=0.5, **options)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(of_torch, 0.5 if is_whole else 0.9)]
     split = split_of(shape, world)
     batch, first = sum(split), sum(split[:rank])
@@ -180,9 +180,9 @@ def _against_torch(algorithm: str, is_whole: bool) -> list[str]:
         inputs = make_inputs(case, rank, world, step % 5)
         gradient = make_gradient(case, world, step % 5, step)
         gradient = gradient.mul(4).round() if is_whole else gradient
-        optimizer.lr.fill_(of_torch.param_groups[0]["lr"])
+        made.lr.fill_(of_torch.param_groups[0]["lr"])
         arguments = (own, inputs.indices.to(po.device()), inputs.offsets.to(po.device()))
-        result = po.embedding_all_to_all(*arguments, batch_per_rank=split, optimizer=optimizer)
+        result = po.embedding_all_to_all(*arguments, batch_per_rank=split, optimizer=made)
         result.backward(gradient[first : first + split[rank]].to(po.device()))
         of_torch.zero_grad()
         columns = []
@@ -203,13 +203,13 @@ def _against_torch(algorithm: str, is_whole: bool) -> list[str]:
     return [f"table {number}: {error}" for number, error in enumerate(errors) if not error <= tolerance]
 
 
-@pytest.mark.parametrize(("algorithm", "is_whole"), [("sgd", True), ("sgd", False), ("adagrad", False)])
+@pytest.mark.parametrize(("optimizer", "is_whole"), [("sgd", True), ("sgd", False), ("adagrad", False)])
 @pytest.mark.parametrize("world", [1, 3])
-def test_ten_steps_are_those_of_one_process(backend: str, algorithm: str, is_whole: bool, world: int) -> None:
-    assert in_world(_against_torch, world, backend, algorithm, is_whole) == [[]] * world
+def test_ten_steps_are_those_of_one_process(backend: str, optimizer: str, is_whole: bool, world: int) -> None:
+    assert in_world(_against_torch, world, backend, optimizer, is_whole) == [[]] * world
 
 
-def _with_decay(algorithm: str, mode: str, max_norm: float | None) -> list[float]:
+def _with_decay(optimizer: str, mode: str, max_norm: float | None) -> list[float]:
     """Six steps with weight decay and of torch's optimizers, and renorm, with all rows looked up in each; return where
     they differ.
 
@@ -219,9 +219,9 @@ def _with_decay(algorithm: str, mode: str, max_norm: float | None) -> list[float
     drawer = torch.Generator().manual_seed(5)
     begin = torch.randn(rows, 1, generator=drawer).expand(rows, 8)
     own, wanted = begin.to(po.device(), copy=True), begin.clone().requires_grad_()
-    modes = {} if algorithm == "adam" else {"weight_decay_mode": mode, "max_norm": max_norm}
-    optimizer = po.EmbeddingOptimizer([own], algorithm, lr=rate, weight_decay=decay, **modes)
-    if algorithm == "adam":
+    modes = {} if optimizer == "adam" else {"weight_decay_mode": mode, "max_norm": max_norm}
+    made = po.EmbeddingOptimizer([own], optimizer, lr=rate, weight_decay=decay, **modes)
+    if optimizer == "adam":
         of_torch: torch.optim.Optimizer = torch.optim.AdamW([wanted], lr=rate, eps=1e-8, weight_decay=decay)
     else:
         of_torch = torch.optim.Adagrad([wanted], lr=rate, eps=1e-8, weight_decay=decay * (mode == "l2"))
@@ -231,7 +231,7 @@ def _with_decay(algorithm: str, mode: str, max_norm: float | None) -> list[float
         offsets = torch.tensor([0, *sorted(torch.randint(23, (batch - 1,), generator=drawer).tolist()), len(indices)])
         gradient = torch.randn(batch, 1, generator=drawer).expand(batch, 8).contiguous()
         given = (indices.to(po.device()), offsets.to(po.device()))
-        po.embedding_all_to_all([own], *given, optimizer=optimizer).backward(gradient.to(po.device()))
+        po.embedding_all_to_all([own], *given, optimizer=made).backward(gradient.to(po.device()))
         of_torch.zero_grad()
         bags = torch.nn.functional.embedding_bag(indices, wanted, offsets, mode="sum", include_last_offset=True)
         bags.backward(gradient)
@@ -250,7 +250,7 @@ def _with_decay(algorithm: str, mode: str, max_norm: float | None) -> list[float
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "pooling", "max_norm"),
+    ("optimizer", "pooling", "max_norm"),
     [
         ("adam", "", None),
         ("rowwise_adagrad", "l2", None),
@@ -259,9 +259,9 @@ def _with_decay(algorithm: str, mode: str, max_norm: float | None) -> list[float
     ],
 )
 def test_weight_decay_and_norms_are_those_of_torch(
-    backend: str, algorithm: str, mode: str, max_norm: float | None
+    backend: str, optimizer: str, mode: str, max_norm: float | None
 ) -> None:
-    assert in_world(_with_decay, 1, backend, algorithm, mode, max_norm) == [[]]
+    assert in_world(_with_decay, 1, backend, optimizer, mode, max_norm) == [[]]
 
 
 # ---- what is not finite ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import persistent_ops as po
 
 _NARROW = dataclasses.replace(SMALL, name="narrow", dtype=torch.bfloat16, pooling="mean")
 _WEIGHTED = dataclasses.replace(SMALL, name="weighted", is_weighted=True)
-_CASES = [case_of(algorithm) for algorithm in ("sgd", "adagrad", "adam")]
+_CASES = [case_of(optimizer) for optimizer in ("sgd", "adagrad", "adam")]
 _CASES += [Case("rowwise, L2", _NARROW, "rowwise_adagrad", (("weight_decay", 0.01),)), case_of("sgd", _WEIGHTED)]
 
 
@@ -156,7 +156,7 @@ def test_a_thousand_replays_with_changing_inputs(backend: str, way: str) -> None
 # ---- a row with very many lookups -----------------------------------------------------------------------------------
 
 
-def _with_many_lookups(algorithm: str, rows: int, drawn: str) -> tuple[list[str], list[bytes]]:
+def _with_many_lookups(optimizer: str, rows: int, drawn: str) -> tuple[list[str], list[bytes]]:
     """Run steps and replay them; return what is wrong, and the bytes of what PE 0 trains, in any world the same."""
     shape = Shape(
         "many lookups",
@@ -166,7 +166,7 @@ def _with_many_lookups(algorithm: str, rows: int, drawn: str) -> tuple[list[str]
         max_pooling=76,
         dtype=torch.bfloat16,
     )
-    case = Case(f"{algorithm}, many lookups of one of {rows} rows", shape, algorithm, drawn=drawn)
+    case = Case(f"{optimizer}, many lookups of one of {rows} rows", shape, optimizer, drawn=drawn)
     training, graph = _Steps(case, "global batch"), None
     problems = []
     for turn in range(4):
@@ -193,11 +193,11 @@ def _with_many_lookups(algorithm: str, rows: int, drawn: str) -> tuple[list[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("algorithm", "rows", "drawn"),
+    ("optimizer", "rows", "drawn"),
     [("sgd", 1, "uniform"), ("rowwise_adagrad", 3, "hot")],
 )
-def test_bits_of_a_row_with_65536_lookups(backend: str, algorithm: str, rows: int, drawn: str) -> None:
-    seen = [in_world(_with_many_lookups, world, backend, algorithm, rows, drawn) for world in (1, 2, 3, 4)]
+def test_bits_of_a_row_with_65536_lookups(backend: str, optimizer: str, rows: int, drawn: str) -> None:
+    seen = [in_world(_with_many_lookups, world, backend, optimizer, rows, drawn) for world in (1, 2, 3, 4)]
     assert [problems for of_pes in seen for problems, _ in of_pes] == [[]] * 10
     assert all(of_pes[0] == seen[0][0] for of_pes in seen)
 
@@ -205,7 +205,7 @@ def test_bits_of_a_row_with_65536_lookups(backend: str, algorithm: str, rows: in
 def _first_step_in_a_capture() -> tuple[list[str], str | None]:
     """A backward pass that was never made is refused in a capture, which harms neither; then it is made."""
     training = _Steps(_CASES[1], "global batch")
-    training.optimizer = po.EmbeddingOptimizer(training.tables, _CASES[1].algorithm, lr=0.1)  # which has made none
+    training.optimizer = po.EmbeddingOptimizer(training.tables, _CASES[1].optimizer, lr=0.1)  # which has made none
     told = []
     for _ in range(2):
         with pytest.raises(RuntimeError) as error:

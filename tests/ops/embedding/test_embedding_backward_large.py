@@ -57,7 +57,7 @@ def _whole(*shape: int, first: int = 0) -> torch.Tensor:
 # ---- rows and states ------------------------------------------------------------------------------------------------
 
 
-def _updated(algorithm: str, rows: int, width: int, touched: list[int]) -> list[str]:
+def _updated(optimizer: str, rows: int, width: int, touched: list[int]) -> list[str]:
     """Make two steps in a table of which rows about the boundaries have lookups; return what is wrong."""
     before = _resident()
     device, count = po.device(), len(touched)
@@ -67,22 +67,22 @@ def _updated(algorithm: str, rows: int, width: int, touched: list[int]) -> list[
     table[chosen] = first
     with pytest.MonkeyPatch.context() as patch:
         _without_touching(patch)
-        optimizer = po.EmbeddingOptimizer([table], algorithm, lr=0.5, eps=0.0)
+        made = po.EmbeddingOptimizer([table], optimizer, lr=0.5, eps=0.0)
     # Of one number in all columns, so that a mean of squares is exact too.
     gradient = torch.arange(1.0, count + 1, device=device, dtype=torch.bfloat16)[:, None].expand(count, width)
     gradient = gradient.contiguous()
     offsets = torch.arange(count + 1, device=device)
     for _ in range(2):
-        pooled = po.embedding_all_to_all([table], chosen, offsets, optimizer=optimizer)
+        pooled = po.embedding_all_to_all([table], chosen, offsets, optimizer=made)
         pooled.backward(gradient)
     po.check()
     wrong = []
     slopes = gradient.float()
-    steps = {"sgd": slopes * 2}.get(algorithm, 1 + torch.full_like(slopes, 0.5).sqrt())
+    steps = {"sgd": slopes * 2}.get(optimizer, 1 + torch.full_like(slopes, 0.5).sqrt())
     wanted = first.float() - 0.5 * steps
     if not torch.allclose(table[chosen].float(), wanted, rtol=1 / 64, atol=1 / 64):
         wrong.append(f"rows: {table[chosen][:, 0]} instead of {wanted[:, 0]}")
-    for state in optimizer.state(table):
+    for state in made.state(table):
         squares = 2 * slopes.square()
         if not torch.equal(state[chosen], squares if state.dim() == 2 else squares[:, 0]):
             wrong.append(f"states: {state[chosen]}")
@@ -98,15 +98,15 @@ _ABOUT = [3, 2**21, 2**22 - 1, 2**22, 2**22 + 3, 2**23 - 1, 2**23, 2**23 + 3]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "rows", "width", "touched"),
+    ("optimizer", "rows", "width", "touched"),
     [
         ("adagrad", 2**23 + 5, _WIDTH, _ABOUT),
         ("rowwise_adagrad", 2**23 + 5, _WIDTH, _ABOUT),
         ("sgd", 2**31 + 6, 1, [5, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 5]),
     ],
 )
-def test_rows_and_states(backend: str, algorithm: str, rows: int, width: int, touched: list[int]) -> None:
-    assert in_world(_updated, 1, backend, algorithm, rows, width, touched) == [[]]
+def test_rows_and_states(backend: str, optimizer: str, rows: int, width: int, touched: list[int]) -> None:
+    assert in_world(_updated, 1, backend, optimizer, rows, width, touched) == [[]]
 
 
 # ---- sums alone -----------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class _Steps(Trial):
         case, rank, world = self._case, po.rank(), po.world_size()
         tables = [table.to(po.device(), copy=True) for table in make_inputs(case, rank, world, 0).tables]
         self._tables = [tables[0]] * 2 if case.shape.same_table else tables
-        self._optimizer = po.EmbeddingOptimizer(self._tables, case.algorithm, lr=0.1, **dict(case.options))
+        self._optimizer = po.EmbeddingOptimizer(self._tables, case.optimizer, lr=0.1, **dict(case.options))
         self._optimizer.gradient_scale.fill_(case.scale)
         self._models = {pe: Model(case, pe, world) for pe in range(world) if pe == rank or case.shape.is_weighted}
         self._model = self._models[rank]
