@@ -153,8 +153,8 @@ def arrived(lookups: po.Lookups) -> list[Arrived]:
     for pe in range(po.world_size()):
         source = lookups.source(pe)
         count = int(source.offsets[-1])
-        assert count == source.count <= source.capacity
-        weights = None if source.weights is None else source.weights[:count].tolist()
+        assert count == source.num_lookups <= source.capacity
+        weights = None if source.per_sample_weights is None else source.per_sample_weights[:count].tolist()
         found.append(
             Arrived(
                 source.first_sample, source.samples, source.offsets.tolist(), source.indices[:count].tolist(), weights
@@ -190,7 +190,9 @@ def global_view(lookups: po.Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.
             ends = source.offsets[slot * source.samples : (slot + 1) * source.samples + 1].cpu().long()
             indices.append(source.indices[ends[0] : ends[-1]].cpu())
             lengths.append(ends.diff())
-            weights += [] if source.weights is None else [source.weights[ends[0] : ends[-1]].cpu()]
+            weights += (
+                [] if source.per_sample_weights is None else [source.per_sample_weights[ends[0] : ends[-1]].cpu()]
+            )
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
     chosen = torch.cat([torch.zeros(0, dtype=lookups.index_dtype), *indices])
     return chosen, ends, torch.cat(weights) if weights else None

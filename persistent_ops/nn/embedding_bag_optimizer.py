@@ -49,7 +49,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: of `po.EmbeddingOptimizer`.
         options: of it too, and the seed of stochastic rounding.
-        tables: of the collection, by name: the parameter, size of the table, its number of slices, and of each that
+        weights: of the collection, by name: the parameter, size of the table, its number of slices, and of each that
             this PE has its number and its states.
         optimizers: that have these states.
         drawn: what the tables of each of them are drawn as (`drawn_of`).
@@ -63,7 +63,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self,
         optimizer: str,
         options: Mapping[str, Any],
-        tables: Mapping[str, tuple[torch.nn.Parameter, torch.Size, int, Sequence[_States]]],
+        weights: Mapping[str, tuple[torch.nn.Parameter, torch.Size, int, Sequence[_States]]],
         optimizers: Sequence[EmbeddingOptimizer],
         drawn: Sequence[Sequence[Drawn]],
         rounding: str,
@@ -73,16 +73,16 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         # A part of that, as a group's own entry would be missed in checkpoints that do not have it.
         self._saved_as = optimizer if max_norm is None else f"{optimizer}, max_norm={max_norm}"
         self._optimizers, self._drawn = list(optimizers), drawn
-        self._column_slices = {name: count for name, (_, _, count, _) in tables.items()}
-        self._drawing = {name for name, (parameter, *_) in tables.items() if draws(parameter.dtype, rounding)}
+        self._column_slices = {name: count for name, (_, _, count, _) in weights.items()}
+        self._drawing = {name for name, (parameter, *_) in weights.items() if draws(parameter.dtype, rounding)}
         world = _world.current()
         self._workspace = world.workspace
-        self._shards = {name: self._states_of(world, name, *table) for name, table in tables.items()}
+        self._shards = {name: self._states_of(world, name, *table) for name, table in weights.items()}
         self._saves_param_groups = True
         self._fixed = {name: _plain(options[name]) for name in _FIXED if name in options}
         self._choices_of = operator.itemgetter("lr", *self._fixed)
         self._pushed: Any = _UNKNOWN  # what the choices were when the rate was brought to the device
-        super().__init__([parameter for parameter, *_ in tables.values()], dict(options))
+        super().__init__([parameter for parameter, *_ in weights.values()], dict(options))
         self.push_rate()
         self._push_seeds()
 

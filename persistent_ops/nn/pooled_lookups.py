@@ -42,8 +42,8 @@ def _global_batch(lookups: Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.T
             begin, end = ends[[0, -1]].tolist()
             indices.append(source.indices[begin:end])
             lengths.append(ends.diff())
-            weights += [] if source.weights is None else [source.weights[begin:end]]
+            weights += [] if source.per_sample_weights is None else [source.per_sample_weights[begin:end]]
     offsets = torch.nn.functional.pad(torch.cat(lengths).cumsum(0), (1, 0))
-    is_weighted = first.weights is not None
-    factors = torch.cat([first.weights[:0], *weights]) if is_weighted else None  # type: ignore[index]
+    is_weighted = first.per_sample_weights is not None
+    factors = torch.cat([first.per_sample_weights[:0], *weights]) if is_weighted else None  # type: ignore[index]
     return torch.cat(indices), offsets, factors, [source.samples for source in sources]

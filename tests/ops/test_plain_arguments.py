@@ -135,7 +135,7 @@ FUNCTIONS: dict[str, Function] = {
     "embedding_all_to_all, recorded": Function(lambda: _recorded, {"weights": _table, **_LOOKUPS}),
     "embedding_all_to_all, optimizer": Function(_optimized, _LOOKUPS),
     "EmbeddingOptimizer": Function(
-        lambda: lambda tables: po.EmbeddingOptimizer([tables], "sgd", lr=0.1), {"tables": _table}
+        lambda: lambda weights: po.EmbeddingOptimizer([weights], "sgd", lr=0.1), {"weights": _table}
     ),
     "EmbeddingInputs.exchange": Function(_exchange, _FEATURES),
     "ShardedEmbeddingBagCollection, table-wise": Function(lambda: _collection("table_wise"), _FEATURES),
@@ -146,7 +146,7 @@ FUNCTIONS: dict[str, Function] = {
     "peer_view": Function(lambda: lambda tensor: po.peer_view(tensor, 0), {"tensor": _pooled}),
     "free": Function(lambda: po.free, {"tensor": _pooled}),
 }
-_LISTS = ("weights", "tables")  # but for all_reduce_rms_norm's weight
+_LISTS = ("weights",)  # but for all_reduce_rms_norm's weight
 
 # ---- what is not plain -----------------------------------------------------------------------------------------------
 

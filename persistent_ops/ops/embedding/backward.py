@@ -53,7 +53,7 @@ class EmbeddingOptimizer:
       w -= lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)``, t counting all steps
 
     Args:
-        tables: this PE's, as they are passed to `embedding_all_to_all`, in the same order; in a list, tuple or
+        weights: this PE's, as they are passed to `embedding_all_to_all`, in the same order; in a list, tuple or
             `nn.ParameterList`. Where there are several lists, each has an optimizer, made at the same time on all PEs,
             of the same name. What else is chosen here is for this PE's tables alone: peers may choose otherwise.
         optimizer: "sgd", "adagrad", "rowwise_adagrad" or "adam"; see above.
@@ -93,7 +93,7 @@ class EmbeddingOptimizer:
     @torch.inference_mode(False)  # steps write to what it holds
     def __init__(
         self,
-        tables: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
         optimizer: str = "sgd",
         *,
         lr: float = 0.01,
@@ -121,7 +121,7 @@ class EmbeddingOptimizer:
             raise TypeError(f"betas: expected two numbers, got {betas!r}") from None
         if not all(beta >= 0 and in_float32(beta) < 1 for beta in betas):
             raise ValueError(f"betas: expected numbers of at least 0 and below 1, also in float32, got {betas}")
-        self._tables = _listed(tables)
+        self._tables = _listed(weights)
         self._optimizer, self._rounding = optimizer, rounding
         self._token = _Token()  # what plans know it by, which outlive it
         self._tables_named, self._name = num_tables(len(self._tables)), ""  # for errors
@@ -199,11 +199,11 @@ class EmbeddingOptimizer:
         seeds = seeds_of(list(given), len(self._tables))
         self._seeds.copy_(torch.tensor(seeds, dtype=torch.int64, device="cpu"))
 
-    def state(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def state(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the states of a table, float32: none for "sgd", s, or m and v."""
-        if not isinstance(table, torch.Tensor):
-            raise TypeError(f"table: expected a tensor, got {type(table).__name__}")
-        found = self._states.get(identity(table))
+        if not isinstance(weight, torch.Tensor):
+            raise TypeError(f"weight: expected a tensor, got {type(weight).__name__}")
+        found = self._states.get(identity(weight))
         if found is None:
             raise ValueError("table: it is not one of the optimizer's")
         return found
@@ -221,7 +221,7 @@ class EmbeddingOptimizer:
 
     def _state_of(self, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if not isinstance(table, torch.Tensor) or table.dim() != 2:
-            raise TypeError(f"tables: expected [R, D] tensors, got {type(table).__name__}")
+            raise TypeError(f"weights: expected [R, D] tensors, got {type(table).__name__}")
         shape: tuple[int, ...] = tuple(table.shape)
         count = {"sgd": 0, "adam": 2}.get(self._optimizer, 1)
         if self._optimizer == "rowwise_adagrad":
@@ -422,11 +422,11 @@ def backward_key(
     )
 
 
-def _listed(tables: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    if isinstance(tables, (torch.Tensor, torch.nn.Module)) or not isinstance(tables, Iterable):
-        raise TypeError(f"tables: expected a sequence of tensors, got {type(tables).__name__}")
-    listed = list(tables)
-    require_plain_list("tables", listed)
+def _listed(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(weights, (torch.Tensor, torch.nn.Module)) or not isinstance(weights, Iterable):
+        raise TypeError(f"weights: expected a sequence of tensors, got {type(weights).__name__}")
+    listed = list(weights)
+    require_plain_list("weights", listed)
     return listed
 
 
@@ -468,16 +468,16 @@ def _power(base: float, exponent: int) -> float:
     return float(np.multiply.accumulate(np.full(exponent, base, np.float32))[-1])  # one product after the other
 
 
-def _check_rounding(rounding: str, tables: Sequence[torch.Tensor]) -> None:
+def _check_rounding(rounding: str, weights: Sequence[torch.Tensor]) -> None:
     check_rounding(rounding)
-    for t, table in enumerate(tables):
+    for t, table in enumerate(weights):
         if rounding == "stochastic" and table.dtype.itemsize != 2:
-            raise ValueError(f"rounding: 'stochastic' is for tables of 16 bits, but tables[{t}] has {table.dtype}")
+            raise ValueError(f"rounding: 'stochastic' is for tables of 16 bits, but weights[{t}] has {table.dtype}")
 
 
-def _check_overlap(tables: Sequence[torch.Tensor]) -> None:
+def _check_overlap(weights: Sequence[torch.Tensor]) -> None:
     """Raise where rows of two tables share memory and the tables are not the same: two warps would update them."""
-    ranges = sorted({(table.data_ptr(), table.data_ptr() + table.nbytes, *table.shape) for table in tables})
+    ranges = sorted({(table.data_ptr(), table.data_ptr() + table.nbytes, *table.shape) for table in weights})
     for (_, end, *_), (begin, *_) in itertools.pairwise(each for each in ranges if each[0] != each[1]):
         if begin < end:
-            raise ValueError("tables: two of them overlap and are not the same tensor; pass tables with memory apart")
+            raise ValueError("weights: two of them overlap and are not the same tensor; pass tables with memory apart")

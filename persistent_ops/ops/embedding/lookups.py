@@ -50,8 +50,8 @@ class LookupSource:
         samples: B_s, how many there are.
         offsets: `[T * B_s + 1]`, int32, slot-major, for this PE's T slots.
         indices: `[capacity]`, int32 or int64; those behind the last offset are undefined. -1: skipped.
-        weights: the same, float32, or None.
-        count: lookups that are here.
+        per_sample_weights: the same, float32, or None.
+        num_lookups: that are here.
         capacity: lookups that there is room for.
     """
 
@@ -59,8 +59,8 @@ class LookupSource:
     samples: int
     offsets: torch.Tensor
     indices: torch.Tensor
-    weights: torch.Tensor | None
-    count: int
+    per_sample_weights: torch.Tensor | None
+    num_lookups: int
     capacity: int
 
 

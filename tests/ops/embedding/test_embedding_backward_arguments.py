@@ -112,10 +112,10 @@ def test_what_an_optimizer_cannot_be(options: dict[str, Any], text: str) -> None
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        (torch.nn.EmbeddingBag(5, 4), "tables: expected a sequence of tensors, got EmbeddingBag"),
-        (torch.ones(2, 4), "tables: expected a sequence of tensors, got Tensor"),
-        (None, "tables: expected a sequence of tensors, got NoneType"),
-        ([{"params": []}], r"tables\[0\]: expected a tensor, got dict"),
+        (torch.nn.EmbeddingBag(5, 4), "weights: expected a sequence of tensors, got EmbeddingBag"),
+        (torch.ones(2, 4), "weights: expected a sequence of tensors, got Tensor"),
+        (None, "weights: expected a sequence of tensors, got NoneType"),
+        ([{"params": []}], r"weights\[0\]: expected a tensor, got dict"),
     ],
 )
 def test_what_no_optimizer_can_have(tables: Any, text: str) -> None:

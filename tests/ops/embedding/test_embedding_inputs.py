@@ -342,11 +342,11 @@ def _without_room_in_a_graph() -> list[Any]:
         graph.replay()
     name, text, _ = error_of(po.check)
     source = kept[0].source(1)
-    seen = [source.count, source.samples, int(source.offsets[-1])]
+    seen = [source.num_lookups, source.samples, int(source.offsets[-1])]
     again = error_of(po.check)[0]
     before = inputs.capacity[1][0]
     with inputs.exchange(values, lengths=lengths) as lookups:
-        here = lookups.source(1).count
+        here = lookups.source(1).num_lookups
     po.check()
     return [name, text, seen, again, before, inputs.capacity[1][0] >= 24, here]
 
@@ -397,7 +397,7 @@ def _bad_inputs() -> list[str]:
             for pe in range(2):
                 source = lookups.source(pe)
                 ends = source.offsets.tolist()
-                if ends != sorted(ends) or ends[0] != 0 or ends[-1] != source.count or ends[-1] > 16:
+                if ends != sorted(ends) or ends[0] != 0 or ends[-1] != source.num_lookups or ends[-1] > 16:
                     problems.append(f"{name}: offsets {ends} from PE {pe}")
                 allowed = set(range(-1, 9)) if what == "values" else set(range(8))
                 if not set(source.indices[: ends[-1]].tolist()) <= allowed:

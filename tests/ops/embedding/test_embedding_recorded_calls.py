@@ -377,7 +377,7 @@ WRONG_OF_OPTIMIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
     "text as seed": (lambda optimizer: setattr(optimizer, "seeds", ["a"]), "seed: expected whole numbers, got ['a']"),
     "half a seed": (lambda optimizer: setattr(optimizer, "seeds", [1.5]), "seed: expected whole numbers, got [1.5]"),
     "seeds": (lambda optimizer: setattr(optimizer, "seeds", [1, 2]), "seed: expected one for each of 1 tables, got 2"),
-    "no table": (lambda optimizer: optimizer.state(3), "table: expected a tensor, got int"),
+    "no table": (lambda optimizer: optimizer.state(3), "weight: expected a tensor, got int"),
 }
 
 
