@@ -86,7 +86,7 @@ class Options(harness.experiment.Options):
 def _expected_result_bytes(case: Case) -> float:
     """Return a number that orders cases as their results' sizes do."""
     alike = {"uniform": 0.1, "zipf": 0.5, "overlap": case.shared}[case.distribution]
-    return case.rows_per_pe * case.row_bytes * (2 - alike)
+    return case.rows_per_rank * case.row_bytes * (2 - alike)
 
 
 class Gradients(Trial):
@@ -146,7 +146,7 @@ class Gradients(Trial):
         rows = sent_rows(
             SCHEMES[used or name],
             rows=case.rows,
-            rows_per_pe=case.rows_per_pe,
+            rows_per_rank=case.rows_per_rank,
             union=self._union,
             unicast=self._unicast,
             world_size=self._world.size,

@@ -50,10 +50,10 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # see po.nn.leave_room
     check_arguments(arguments, output=None if options.compare_steps else options.output)
 
-    def check(gpus: int, num_pes: int) -> None:
+    def check(gpus: int, world_size: int) -> None:
         check_data(options)
         if options.is_captured:
-            check_machine(has_gpus=gpus > 0, shares_gpu=num_pes > gpus)
+            check_machine(has_gpus=gpus > 0, shares_gpu=world_size > gpus)
 
     with _folder(options):
         report, is_printer = run_as_asked(run_pe, options, arguments, check=check)

@@ -178,15 +178,15 @@ def run_as_asked(
         The report of rank 0, or of this PE; and whether this process prints it.
     """
     without_multicast()
-    num_pes = started_pes()
-    if num_pes is None:
+    world_size = started_pes()
+    if world_size is None:
         gpus = torch.cuda.device_count() if options.backend != "host" else 0
         least, most = _HOST_PES
-        num_pes = arguments.pes or gpus or host_pes or min(max(os.cpu_count() or least, least), most)
-        check(gpus, num_pes)
-    elif arguments.pes not in (None, num_pes):
-        raise ValueError(f"--pes: a launcher started {num_pes} PEs; leave it out")
-    report: dict[str, Any] = run_on_pes(run_pe, num_pes, options, timeout=arguments.limit, fresh=True)
+        world_size = arguments.pes or gpus or host_pes or min(max(os.cpu_count() or least, least), most)
+        check(gpus, world_size)
+    elif arguments.pes not in (None, world_size):
+        raise ValueError(f"--pes: a launcher started {world_size} PEs; leave it out")
+    report: dict[str, Any] = run_on_pes(run_pe, world_size, options, timeout=arguments.limit, fresh=True)
     return report, is_first_process()
 
 

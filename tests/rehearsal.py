@@ -292,10 +292,10 @@ class Rehearsal:
         kept_pes.in_processes = self._with_rehearsing_processes(kept_pes.in_processes)
 
     def _with_rehearsing_processes(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        def launch_rehearsal(program: Callable[..., Any], num_pes: int, *args: Any, **options: Any) -> Any:
+        def launch_rehearsal(program: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> Any:
             if not options.get("threads"):
                 program = functools.partial(_as_pe, self.gpu, self.notes, program)
-            return launch(program, num_pes, *args, **options)
+            return launch(program, world_size, *args, **options)
 
         return launch_rehearsal
 

@@ -64,7 +64,7 @@ class StepReference:
         for rank in range(self._world.size):
             values = values_of(sizes, self._batches[number], rank)
             gradient = draw_step_gradient(
-                sizes, rank=rank, num_pes=self._world.size, dtype=self._case.wire_dtype(), device=self._device
+                sizes, rank=rank, world_size=self._world.size, dtype=self._case.wire_dtype(), device=self._device
             )
             for table, (rows, (sums, counts)) in enumerate(zip(self._rows, found, strict=True)):
                 places = torch.searchsorted(rows, values[table]).clamp_(max=len(rows) - 1)

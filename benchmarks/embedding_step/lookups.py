@@ -31,9 +31,11 @@ class Batch(NamedTuple):
     split: tuple[int, ...]
 
 
-def draw_batch(sizes: Sizes, distribution: str, *, rank: int, num_pes: int, number: int, device: torch.device) -> Batch:
+def draw_batch(
+    sizes: Sizes, distribution: str, *, rank: int, world_size: int, number: int, device: torch.device
+) -> Batch:
     """Return set `number` of a PE."""
-    split = balanced_splits(sizes.batch, num_pes)
+    split = balanced_splits(sizes.batch, world_size)
     generator = torch.Generator(device).manual_seed(1_000_003 * rank + 101 * number + 7)
     samples = split[rank]
     values = torch.empty(samples * sum(sizes.hotness), dtype=torch.int64, device=device)
@@ -65,9 +67,9 @@ def values_of(sizes: Sizes, batch: Batch, rank: int) -> tuple[torch.Tensor, ...]
 
 
 def draw_step_gradient(
-    sizes: Sizes, *, rank: int, num_pes: int, dtype: torch.dtype, device: torch.device
+    sizes: Sizes, *, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return the gradient of a PE's pooled rows, `[B, F * D]`, uniform in [-1, 1); the same for every set."""
-    shape = (balanced_splits(sizes.batch, num_pes)[rank], len(sizes.rows) * sizes.dim)
+    shape = (balanced_splits(sizes.batch, world_size)[rank], len(sizes.rows) * sizes.dim)
     generator = torch.Generator(device).manual_seed(7_919 * rank + 3)
     return torch.empty(shape, dtype=dtype, device=device).uniform_(-1, 1, generator=generator)

@@ -61,11 +61,11 @@ class StepTrial(Trial):
         }
         device, self._is_gpu = world.backend.device, world.backend.name == "cuda"
         self._batches = [
-            draw_batch(sizes, case.distribution, rank=world.rank, num_pes=world.size, number=number, device=device)
+            draw_batch(sizes, case.distribution, rank=world.rank, world_size=world.size, number=number, device=device)
             for number in range(NUM_SETS)
         ]
         gradient = draw_step_gradient(
-            sizes, rank=world.rank, num_pes=world.size, dtype=case.wire_dtype(), device=device
+            sizes, rank=world.rank, world_size=world.size, dtype=case.wire_dtype(), device=device
         )
         self._ours = OurStep(tables, self._batches, gradient)
         self._peers = {name: PeerStep(each, self._batches, gradient) for name, each in peers.items()}

@@ -104,12 +104,12 @@ def _measure_worlds(
     path = Path(options.record_path)
     before, is_written, passed = _state_of(path), False, True
     fresh = experiment.is_fresh and len(worlds) > 1
-    for num_pes in worlds:
+    for world_size in worlds:
         options = dataclasses.replace(options, replaces_record=not is_written)
         try:
-            passed &= run_on_pes(measure, num_pes, experiment, options, timeout=limit, fresh=fresh)
+            passed &= run_on_pes(measure, world_size, experiment, options, timeout=limit, fresh=fresh)
         except Exception as error:  # what has been measured is worth its table
-            if (num_pes > 1 or fresh) and is_said_by_launch(error):
+            if (world_size > 1 or fresh) and is_said_by_launch(error):
                 print(f"error: {error}", file=sys.stderr)
             else:
                 traceback.print_exc()

@@ -26,12 +26,12 @@ def chosen_backend(name: str) -> str:
     return name
 
 
-def more_pes_than_gpus(num_pes: int) -> str:
+def more_pes_than_gpus(world_size: int) -> str:
     """Return what is said of more PEs of a host than it has GPUs."""
     if not torch.cuda.is_available():
         return "--backend cuda: there is no GPU"
     return (
-        f"--pes: {num_pes} PEs on {torch.cuda.device_count()} GPUs; NCCL takes one PE per GPU, and the times of PEs "
+        f"--pes: {world_size} PEs on {torch.cuda.device_count()} GPUs; NCCL takes one PE per GPU, and the times of PEs "
         "that share one say nothing"
     )
 

@@ -24,7 +24,7 @@ class Case:
     Attributes:
         name: of the case, also where it was made smaller for the host backend.
         rows: R, of the dense gradient.
-        rows_per_pe: n, that each PE has.
+        rows_per_rank: n, that each PE has.
         dim: elements of a row.
         distribution: of each PE's rows: "uniform"; "zipf": the row of rank k is drawn with a weight of k^-skew, without
             putting it back; "overlap": `shared` of the rows are those of all PEs, the others nobody else's.
@@ -35,7 +35,7 @@ class Case:
 
     name: str
     rows: int
-    rows_per_pe: int
+    rows_per_rank: int
     dim: int
     distribution: str
     skew: float = 0.0
@@ -55,7 +55,7 @@ class Case:
     @property
     def input_bytes(self) -> int:
         """Bytes of a PE's indices and values."""
-        return self.rows_per_pe * (self.row_bytes + _INDEX_BYTES)
+        return self.rows_per_rank * (self.row_bytes + _INDEX_BYTES)
 
     def sparse_bytes(self, rows: float) -> float:
         """Return the bytes of so many rows and their indices."""
@@ -63,7 +63,7 @@ class Case:
 
     def union_at_most(self, world_size: int) -> int:
         """Return how many rows the result can have."""
-        return min(self.rows, self.rows_per_pe * world_size)
+        return min(self.rows, self.rows_per_rank * world_size)
 
     def for_host(self) -> Case:
         """Return a small case of the same kind and density, for CPUs."""
@@ -71,7 +71,7 @@ class Case:
         return dataclasses.replace(
             self,
             rows=self.rows // factor,
-            rows_per_pe=max(1, self.rows_per_pe // factor),
+            rows_per_rank=max(1, self.rows_per_rank // factor),
             dim=max(4, self.dim // 32),
         )
 

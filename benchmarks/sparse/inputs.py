@@ -33,7 +33,7 @@ def draw_set(case: Case, *, rank: int, world_size: int, number: int, device: tor
     """Draw the input that takes turn `number` on PE `rank`; values have magnitudes below 1."""
     indices = draw_rows(case, rank=rank, world_size=world_size, number=number, device=device)
     generator = torch.Generator(device).manual_seed(_SEED * (number + 1) + 2 * rank + 1)
-    values = torch.empty(case.rows_per_pe, case.dim, dtype=DTYPE, device=device).uniform_(-1, 1, generator=generator)
+    values = torch.empty(case.rows_per_rank, case.dim, dtype=DTYPE, device=device).uniform_(-1, 1, generator=generator)
     # Uniform numbers are multiples of one small number, whose sums are exact in any order; those of products are not.
     values.mul_(torch.empty_like(values).uniform_(0, 1, generator=generator))
     sparse = torch.sparse_coo_tensor(
@@ -63,15 +63,15 @@ def draw_rows(case: Case, *, rank: int, world_size: int, number: int, device: to
     else:
         generator = torch.Generator(device).manual_seed(_SEED * (number + 1) + 2 * rank)
         if case.distribution == "uniform":
-            indices = torch.randperm(case.rows, generator=generator, device=device)[: case.rows_per_pe]
+            indices = torch.randperm(case.rows, generator=generator, device=device)[: case.rows_per_rank]
         else:
             indices = _zipf(case, generator, device)
     return indices.sort().values
 
 
 def _overlapping(case: Case, rank: int, world_size: int, number: int) -> torch.Tensor:
-    common = round(case.rows_per_pe * case.shared)
-    own = case.rows_per_pe - common
+    common = round(case.rows_per_rank * case.shared)
+    own = case.rows_per_rank - common
     if common + world_size * own > case.rows:
         raise ValueError(f"{case.name}: {world_size} PEs need {common + world_size * own} rows of {case.rows}")
     # On the CPU: every PE must draw the same permutation.
@@ -90,4 +90,4 @@ def _zipf(case: Case, generator: torch.Generator, device: torch.device) -> torch
     noise = uniform.log_().neg_().log_().neg_()
     keys = noise.sub_(ranks.log_().mul_(case.skew))
     # The popular rows lie anywhere in the gradient, at the same places on all PEs.
-    return torch.topk(keys, case.rows_per_pe, sorted=False).indices.mul_(_SPREAD).remainder_(case.rows)
+    return torch.topk(keys, case.rows_per_rank, sorted=False).indices.mul_(_SPREAD).remainder_(case.rows)

@@ -46,14 +46,14 @@ def count_traffic(contributors: torch.Tensor, is_own: torch.Tensor, world_size: 
     )
 
 
-def sent_rows(scheme: str, *, rows: int, rows_per_pe: int, union: float, unicast: float, world_size: int) -> float:
+def sent_rows(scheme: str, *, rows: int, rows_per_rank: int, union: float, unicast: float, world_size: int) -> float:
     """Return the rows whose values a PE sends on average.
 
     Args:
         scheme: "owner": sums at an owner among the contributors; "gather": everything to everybody; "union" and
             "dense": all-reduces of the union's and of all rows.
         rows: R.
-        rows_per_pe: n.
+        rows_per_rank: n.
         union, unicast: see Traffic.
         world_size: P.
     """
@@ -61,7 +61,7 @@ def sent_rows(scheme: str, *, rows: int, rows_per_pe: int, union: float, unicast
     if scheme == "owner":
         return unicast
     if scheme == "gather":
-        return float(rows_per_pe * (world_size - 1))
+        return float(rows_per_rank * (world_size - 1))
     return {"union": union, "dense": float(rows)}[scheme] * all_reduce
 
 

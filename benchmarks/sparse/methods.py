@@ -92,7 +92,7 @@ class Methods:
         self.sets = sets
         self._gloo = gloo
         device = world.backend.device
-        gathered = case.rows_per_pe * world.size
+        gathered = case.rows_per_rank * world.size
         self._buffers: dict[str, torch.Tensor] = {}
         made = self._buffers
         names = set(chosen)

@@ -21,9 +21,9 @@ namespace po {
 class DelayedNetwork final : public Network {
  public:
   // `peer_heaps`: where this process maps each PE's heap. `max_delay_us` = 0 keeps the reordering alone.
-  DelayedNetwork(const uint64_t* peer_heaps, int num_pes, uint64_t max_delay_us, uint64_t seed)
-      : peer_heaps_(peer_heaps, peer_heaps + num_pes),
-        generation_(static_cast<size_t>(num_pes), 0),
+  DelayedNetwork(const uint64_t* peer_heaps, int world_size, uint64_t max_delay_us, uint64_t seed)
+      : peer_heaps_(peer_heaps, peer_heaps + world_size),
+        generation_(static_cast<size_t>(world_size), 0),
         max_delay_us_(max_delay_us),
         random_(seed),
         proxy_([this] { run(); }) {}

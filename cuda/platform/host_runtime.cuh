@@ -9,11 +9,11 @@
 #define PO_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Returns null where the system has no room for its thread.
-PO_EXPORT void* po_network_create(const uint64_t* peer_heaps, int num_pes, uint64_t max_delay_us, uint64_t seed) {
+PO_EXPORT void* po_network_create(const uint64_t* peer_heaps, int world_size, uint64_t max_delay_us, uint64_t seed) {
   po::Patience patience;
   do {
     try {
-      return static_cast<po::Network*>(new po::DelayedNetwork(peer_heaps, num_pes, max_delay_us, seed));
+      return static_cast<po::Network*>(new po::DelayedNetwork(peer_heaps, world_size, max_delay_us, seed));
     } catch (const std::system_error&) {
     }
   } while (patience.pause());

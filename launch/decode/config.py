@@ -191,25 +191,25 @@ class Partition:
     vocab: tuple[int, ...]
 
     @classmethod
-    def of(cls, config: ModelConfig, num_pes: int) -> Partition:
+    def of(cls, config: ModelConfig, world_size: int) -> Partition:
         """Share a model out.
 
         Raises:
             ValueError: there are more PEs than key and value heads, or tokens.
         """
-        if num_pes > config.num_kv_heads:
+        if world_size > config.num_kv_heads:
             raise ValueError(
-                f"{config.name} has {config.num_kv_heads} key and value heads, which {num_pes} PEs cannot share; "
+                f"{config.name} has {config.num_kv_heads} key and value heads, which {world_size} PEs cannot share; "
                 f"run it on at most {config.num_kv_heads}"
             )
-        if num_pes > config.vocab:
-            raise ValueError(f"{config.name} has {config.vocab} tokens, which {num_pes} PEs cannot share")
+        if world_size > config.vocab:
+            raise ValueError(f"{config.name} has {config.vocab} tokens, which {world_size} PEs cannot share")
         # Whole cache lines of a weight's row where the width allows it.
         unit = math.gcd(config.intermediate, 64)
         return cls(
-            kv_heads=balanced_splits(config.num_kv_heads, num_pes),
-            intermediate=balanced_splits(config.intermediate, num_pes, multiple=unit),
-            vocab=balanced_splits(config.vocab, num_pes),
+            kv_heads=balanced_splits(config.num_kv_heads, world_size),
+            intermediate=balanced_splits(config.intermediate, world_size, multiple=unit),
+            vocab=balanced_splits(config.vocab, world_size),
         )
 
     def layer_elements(self, config: ModelConfig) -> int:

@@ -47,13 +47,13 @@ class Sender:
 
     Args:
         embedding: whose `input_dist` sends them; None: the batch is brought to the device, and nothing sent.
-        num_pes: that share a batch.
+        world_size: that share a batch.
         device: of the batches.
     """
 
-    def __init__(self, embedding: EmbeddingModule | None, num_pes: int, device: torch.device) -> None:
+    def __init__(self, embedding: EmbeddingModule | None, world_size: int, device: torch.device) -> None:
         self._embedding = embedding
-        self._num_pes = num_pes
+        self._world_size = world_size
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def send_next(self, batches: Iterator[tuple[Batch, int]]) -> Sent | None:
@@ -69,6 +69,6 @@ class Sender:
             batch, size = found
             lookups = None
             if self._embedding is not None:
-                split = balanced_splits(size, self._num_pes)
+                split = balanced_splits(size, self._world_size)
                 lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
             return Sent(batch, size, lookups, None if self._stream is None else self._stream.record_event())

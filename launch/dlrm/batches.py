@@ -30,7 +30,7 @@ class Batches:
         source: of the samples.
         batch_size: of the global batch.
         rank: of this PE.
-        num_pes: that share a batch; their shares differ by one sample at most.
+        world_size: that share a batch; their shares differ by one sample at most.
         seed: of the order, which is drawn anew for each epoch; None for the source's own order.
         shuffle_block: consecutive samples that stay together when the order is drawn. 1 shuffles samples; some hundred
             turn a large memory-mapped file into longer reads, and need as much less memory for the order.
@@ -49,7 +49,7 @@ class Batches:
         *,
         batch_size: int,
         rank: int = 0,
-        num_pes: int = 1,
+        world_size: int = 1,
         seed: int | None = None,
         shuffle_block: int = 1,
         drop_last: bool = False,
@@ -60,8 +60,8 @@ class Batches:
             raise ValueError(f"batch_size and shuffle_block must be at least 1, got {batch_size} and {shuffle_block}")
         if num_readers < 1:
             raise ValueError(f"num_readers must be at least 1, got {num_readers}")
-        if not 0 <= rank < num_pes:
-            raise ValueError(f"rank must be one of {num_pes} PEs, got {rank}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be one of {world_size} PEs, got {rank}")
         if index_dtype not in (torch.int32, torch.int64):
             raise ValueError(f"index_dtype must be torch.int32 or torch.int64, got {index_dtype}")
         if index_dtype == torch.int32 and max(source.num_rows) > 2**31:
@@ -75,7 +75,7 @@ class Batches:
         self._rest = rest
         self._drop_last = drop_last
         self._rank = rank
-        self._num_pes = num_pes
+        self._world_size = world_size
         self._seed = seed
         self._block = shuffle_block
         self._dtype = index_dtype
@@ -112,7 +112,7 @@ class Batches:
         """Return the numbers of this PE's samples, in order; those of the PEs make up the global batch by rank."""
         if not 0 <= batch < self.num_batches or epoch < 0:
             raise ValueError(f"expected a batch of 0 to {self.num_batches - 1} of an epoch, got {batch} of {epoch}")
-        splits = balanced_splits(self.size(batch), self._num_pes)
+        splits = balanced_splits(self.size(batch), self._world_size)
         first = batch * self.batch_size + sum(splits[: self._rank])
         return self._samples(epoch, np.arange(first, first + splits[self._rank], dtype=np.int64))
 

@@ -142,12 +142,12 @@ class Training:
         self._evaluation = evaluation
         self.device = device or torch.device("cpu")
         self._identity = {"batches": batches.identity(), "sizes": model.sizes.identity(), **(identity or {})}
-        self._num_pes = dist.get_world_size() if dist.is_initialized() else 1
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._schedule = schedule
         self._base_rates = [rate_of(group) for group in self._rate_groups()]
         self._precision = precision
         self._dense: Any = model
-        if self._num_pes > 1:
+        if self._world_size > 1:
             constants: Any = [name for name, _ in model.named_buffers()]
             model._ddp_params_and_buffers_to_ignore = constants  # torch 2.13 has renamed the option for it
             self._dense = DistributedDataParallel(model)
@@ -161,7 +161,7 @@ class Training:
             self._captured = CapturedStep(self._step, batch_size=batch_size, lookups_per_sample=hotness)
         self._watch = watch
         # A graph has the exchange of its own batch's lookups.
-        self._sender = Sender(None if is_captured else embedding, self._num_pes, self.device)
+        self._sender = Sender(None if is_captured else embedding, self._world_size, self.device)
         self._shares: list[torch.Tensor] = []
         self.history = History()
         self.step = 0
@@ -237,7 +237,7 @@ class Training:
         try:
             with torch.no_grad(), self._autocast(), contextlib.closing(stream):
                 for batch, size in self._sized(stream, self._evaluation, (0, 0), self._evaluation.num_batches):
-                    split = po.nn.balanced_splits(size, self._num_pes)
+                    split = po.nn.balanced_splits(size, self._world_size)
                     lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
                     scores.append(self._model(batch.dense, self._embedding(lookups)).float())
                     labels.append(batch.labels)
@@ -341,7 +341,7 @@ class Training:
 
     def _step(self, batch: Batch, batch_size: int) -> torch.Tensor:
         """Make a step with a batch whose lookups have not been sent; return this PE's share of the loss."""
-        split = po.nn.balanced_splits(batch_size, self._num_pes)
+        split = po.nn.balanced_splits(batch_size, self._world_size)
         lookups = self._embedding.input_dist(batch.values, batch.lengths, batch_per_rank=split)
         return self._learn(batch, batch_size, self._embedding(lookups))
 
@@ -351,7 +351,7 @@ class Training:
             logits = self._dense(batch.dense, pooled)
         # A sum over no samples is 0, a mean is NaN: a PE may have none.
         loss = F.binary_cross_entropy_with_logits(logits.float(), batch.labels, reduction="sum") / batch_size
-        (loss * self._num_pes).backward()  # DDP takes the mean over the PEs
+        (loss * self._world_size).backward()  # DDP takes the mean over the PEs
         self._optimizer.step()
         self._embedding.optimizer.step()
         return loss.detach()
@@ -400,7 +400,7 @@ class Training:
             return 0
         self.wait()
         sums = torch.stack(self._shares).double()
-        if self._num_pes > 1:
+        if self._world_size > 1:
             dist.all_reduce(sums)
         self._shares.clear()
         first = len(self.history.losses)

@@ -55,9 +55,9 @@ def placement_of(options: Options, num_rows: Sequence[int]) -> dict[str, TablePl
     return chosen | {f"t{number}": TablePlacement("replicated") for number in small}
 
 
-def most_samples(options: Options, num_pes: int) -> int:
+def most_samples(options: Options, world_size: int) -> int:
     """Return the most samples that a PE has of a batch."""
-    return -(-options.batch // num_pes)
+    return -(-options.batch // world_size)
 
 
 def make_training(options: Options, data: Data, embedding: EmbeddingModule) -> Training:
@@ -72,7 +72,7 @@ def make_training(options: Options, data: Data, embedding: EmbeddingModule) -> T
     shared: dict[str, Any] = {
         "batch_size": options.batch,
         "rank": po.rank(),
-        "num_pes": po.world_size(),
+        "world_size": po.world_size(),
         "index_dtype": torch.int32 if max(source.num_rows) <= 2**31 else torch.int64,
         "num_readers": options.readers,
     }

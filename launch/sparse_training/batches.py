@@ -51,9 +51,9 @@ class Batches:
         self._cumulative = shares.cumsum(0) / shares.sum()
         self._order: tuple[int, torch.Tensor] | None = None
 
-    def share(self, step: int, rank: int, num_pes: int) -> Batch:
+    def share(self, step: int, rank: int, world_size: int) -> Batch:
         """Return a PE's part of a step's batch; shares of PEs differ by at most one word."""
-        splits = balanced_splits(self._options.batch, num_pes)
+        splits = balanced_splits(self._options.batch, world_size)
         first = sum(splits[:rank])
         own = slice(first, first + splits[rank])
         places = self._places(step)[own]

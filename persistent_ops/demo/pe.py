@@ -192,8 +192,10 @@ class _Exchange:
 
     def step(self, batch: _OwnBatch) -> _Step:
         """Run the fused operator and the reference on one batch, compare and time them."""
-        num_pes = len(self._dim_per_rank)
-        batch_per_rank = [batch.batch_size // num_pes + (pe < batch.batch_size % num_pes) for pe in range(num_pes)]
+        world_size = len(self._dim_per_rank)
+        batch_per_rank = [
+            batch.batch_size // world_size + (pe < batch.batch_size % world_size) for pe in range(world_size)
+        ]
         host_indices, host_offsets = concatenate(batch.features)
         indices = torch.from_numpy(host_indices).to(self._device)
         offsets = torch.from_numpy(host_offsets).to(self._device)
@@ -222,9 +224,9 @@ class _Exchange:
 
 
 def _measure(options: DemoOptions) -> PeReport:
-    rank, num_pes, backend, device = po.rank(), po.world_size(), po.backend(), po.device()
+    rank, world_size, backend, device = po.rank(), po.world_size(), po.backend(), po.device()
     pooling = DLRM_POOLING if options.data is None else (1,) * NUM_CATEGORICAL
-    placement = place_tables(lookup_costs(pooling, options.dim, options.torch_dtype.itemsize), num_pes)
+    placement = place_tables(lookup_costs(pooling, options.dim, options.torch_dtype.itemsize), world_size)
     cap = _row_cap(options, placement)
     num_rows = [min(rows, cap) for rows in DLRM_ROWS]
     exchange = _Exchange(options, rank=rank, placement=placement, num_rows=num_rows, device=device, staged=shares_gpu())

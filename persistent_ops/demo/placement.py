@@ -26,29 +26,29 @@ def lookup_costs(pooling: Sequence[float], dim: int, element_bytes: int) -> list
     return [(rows + _BAG_OVERHEAD_ROWS) * dim * element_bytes for rows in pooling]
 
 
-def place_tables(costs: Sequence[float], num_pes: int) -> list[list[int]]:
+def place_tables(costs: Sequence[float], world_size: int) -> list[list[int]]:
     """Spread tables over PEs so that the PE with the most work has little more than the others.
 
     Greedy: the dearest table that is left goes to the PE with the least work (longest processing time first). The most
-    loaded PE then has at most 4/3 - 1/(3 num_pes) of the best possible maximum. Ties go to the lower table and the
+    loaded PE then has at most 4/3 - 1/(3 world_size) of the best possible maximum. Ties go to the lower table and the
     lower PE, so every PE computes the same placement.
 
     Args:
         costs: of each table, not negative.
-        num_pes: number of PEs, at least 1; it may exceed the number of tables.
+        world_size: number of PEs, at least 1; it may exceed the number of tables.
 
     Returns:
         For each PE the numbers of its tables, ascending; a PE may have none.
 
     Raises:
-        ValueError: num_pes is below 1 or a cost is negative.
+        ValueError: world_size is below 1 or a cost is negative.
     """
-    if num_pes < 1:
-        raise ValueError(f"num_pes must be at least 1, got {num_pes}")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
     if any(cost < 0 for cost in costs):
         raise ValueError(f"costs must not be negative, got {list(costs)}")
-    placement: list[list[int]] = [[] for _ in range(num_pes)]
-    loads = [(0.0, pe) for pe in range(num_pes)]
+    placement: list[list[int]] = [[] for _ in range(world_size)]
+    loads = [(0.0, pe) for pe in range(world_size)]
     for table in sorted(range(len(costs)), key=lambda table: (-costs[table], table)):
         load, pe = heapq.heappop(loads)
         placement[pe].append(table)

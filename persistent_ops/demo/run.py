@@ -49,14 +49,14 @@ def run_demo(options: DemoOptions, *, console: Console | None = None) -> int:
         _check_data(options.data, options)
     if started is not None and options.pes not in (None, started):
         raise ValueError(f"pes is {options.pes}, but a launcher started {started} processes; leave pes out")
-    answers = run_on_pes(run_pe, started or _num_pes(options), options, fresh=True)
+    answers = run_on_pes(run_pe, started or _world_size(options), options, fresh=True)
     reports = [PeReport(**answer) for answer in answers]
     if is_first_process():
         print_report(reports, options, console)
     return 0 if passed(reports, dtype=options.dtype) else 1
 
 
-def _num_pes(options: DemoOptions) -> int:
+def _world_size(options: DemoOptions) -> int:
     if options.pes is not None:
         return options.pes
     gpus = torch.cuda.device_count() if options.backend != "host" else 0

@@ -45,12 +45,12 @@ def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[obje
     return torch.autocast(x.device.type, enabled=False)
 
 
-def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[int, ...]:
+def balanced_splits(features: int, world_size: int, *, multiple: int = 1) -> tuple[int, ...]:
     """Cut a number of features into one share per PE, as equal as whole units allow; earlier PEs get the larger shares.
 
     Args:
         features: to share out.
-        num_pes: number of shares.
+        world_size: number of shares.
         multiple: size of a unit that stays whole, such as a head; it must divide `features`. A PE may get no unit.
 
     Returns:
@@ -60,18 +60,18 @@ def balanced_splits(features: int, num_pes: int, *, multiple: int = 1) -> tuple[
         ValueError: `multiple` does not divide `features`, or a number is out of range.
         TypeError: something is no whole number.
     """
-    given = {"features": features, "num_pes": num_pes, "multiple": multiple}
-    features, num_pes, multiple = (
+    given = {"features": features, "world_size": world_size, "multiple": multiple}
+    features, world_size, multiple = (
         as_whole_number(value, f"{name}: expected a whole number, got {value!r}") for name, value in given.items()
     )
-    if features < 0 or num_pes < 1 or multiple < 1:
+    if features < 0 or world_size < 1 or multiple < 1:
         raise ValueError(
-            f"features must be at least 0, num_pes and multiple at least 1; got {features}, {num_pes}, {multiple}"
+            f"features must be at least 0, world_size and multiple at least 1; got {features}, {world_size}, {multiple}"
         )
     units, rest = divmod(features, multiple)
     if rest:
         raise ValueError(f"features: expected a multiple of {multiple}, got {features}")
-    return tuple((units // num_pes + (rank < units % num_pes)) * multiple for rank in range(num_pes))
+    return tuple((units // world_size + (rank < units % world_size)) * multiple for rank in range(world_size))
 
 
 class _Group:
@@ -127,19 +127,19 @@ class _ParallelLinear(torch.nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def _checked_splits(cls, features: int, splits: Sequence[int] | None, num_pes: int) -> tuple[int, ...]:
+    def _checked_splits(cls, features: int, splits: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
         name = ("out_features", "in_features")[cls.sharded_dim]
         if splits is None:
-            if features % num_pes:
+            if features % world_size:
                 raise ValueError(
-                    f"{name}: {features} do not divide by {num_pes} PEs; pass splits, such as "
-                    f"{balanced_splits(features, num_pes)}"
+                    f"{name}: {features} do not divide by {world_size} PEs; pass splits, such as "
+                    f"{balanced_splits(features, world_size)}"
                 )
-            return (features // num_pes,) * num_pes
+            return (features // world_size,) * world_size
         shares = as_whole_numbers(splits, f"splits: expected whole numbers, got {splits!r}")
-        if len(shares) != num_pes or sum(shares) != features or min(shares) < 0:
+        if len(shares) != world_size or sum(shares) != features or min(shares) < 0:
             raise ValueError(
-                f"splits: expected {num_pes} shares of at least 0 that sum to {name} = {features}, got {shares}"
+                f"splits: expected {world_size} shares of at least 0 that sum to {name} = {features}, got {shares}"
             )
         return shares
 

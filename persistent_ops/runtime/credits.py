@@ -32,34 +32,34 @@ class Credits:
 
     Args:
         backend, heap: of the world.
-        num_pes: of the world.
+        world_size: of the world.
 
     Attributes:
         memory: in the heap, a Grant per peer, and the copies of this PE's; then the same for a team of this PE alone.
         piece: for `Backend.peek`, which looks at those of the world; what follows is of the last look.
     """
 
-    def __init__(self, backend: Backend, heap: SymmetricHeap, num_pes: int) -> None:
+    def __init__(self, backend: Backend, heap: SymmetricHeap, world_size: int) -> None:
         description = describe(COMM)
-        self._num_pes, self._copies = num_pes, description.constants["kGrantCopies"]
+        self._world_size, self._copies = world_size, description.constants["kGrantCopies"]
         self._epoch_shift = description.constants["kEpochShift"]
         self._grant = description.structs["Grant"]
-        num_words = (num_pes + 1 + 2 * self._copies) * ctypes.sizeof(self._grant) // 8
+        num_words = (world_size + 1 + 2 * self._copies) * ctypes.sizeof(self._grant) // 8
         self.memory = heap.empty((num_words,), torch.int64)
         self.memory.zero_()
-        kind = self._grant * (num_pes + self._copies)
+        kind = self._grant * (world_size + self._copies)
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(kind))
         self._seen: Any = kind.from_address(self._mailbox.data_ptr())
         self.piece = Peeked(self.memory.data_ptr(), self._seen)
 
     def address(self, *, is_alone: bool) -> int:
         """Return where the credits of the world's launches begin, or those of this PE alone."""
-        first = (self._num_pes + self._copies) * is_alone
+        first = (self._world_size + self._copies) * is_alone
         return self.memory.data_ptr() + first * ctypes.sizeof(self._grant)
 
     def begun(self) -> list[int]:
         """Return the last epoch that each peer has begun; 0 for this PE."""
-        return [grant.flag >> self._epoch_shift for grant in self._seen[: self._num_pes]]
+        return [grant.flag >> self._epoch_shift for grant in self._seen[: self._world_size]]
 
     def contract_of(self, peer: int) -> tuple[int, ...]:
         """Return the contract of that."""
@@ -67,7 +67,7 @@ class Credits:
 
     def own_contract(self, epoch: int) -> tuple[int, ...]:
         """Return the contract of this PE's last launch, which has this epoch."""
-        return tuple(self._seen[self._num_pes + epoch % self._copies].contract)
+        return tuple(self._seen[self._world_size + epoch % self._copies].contract)
 
     def launched_by(self, pe: int, epoch: int) -> tuple[int, ...]:
         """Return the contract of a PE's launch, as its credit in device memory says; zeros where that is not here."""

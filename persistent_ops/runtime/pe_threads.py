@@ -46,27 +46,27 @@ def when_pe_ends(action: Callable[[], None]) -> None:
         _this_thread.at_end.append(action)
 
 
-def launch_threads(fn: Callable[..., Any], num_pes: int, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
+def launch_threads(fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float | None) -> list[Any]:
     """See `persistent_ops.launch`."""
-    return _Threads(fn, num_pes, args, timeout).run()
+    return _Threads(fn, world_size, args, timeout).run()
 
 
 class _Threads:
     """The threads of one `launch`."""
 
-    def __init__(self, fn: Callable[..., Any], num_pes: int, args: tuple[Any, ...], timeout: float | None) -> None:
+    def __init__(self, fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], timeout: float | None) -> None:
         self._fn = fn
         self._args = args
-        self._num_pes = num_pes
+        self._world_size = world_size
         self._timeout = timeout
-        self._boards = bootstrap.from_threads(num_pes, 30.0 if timeout is None else min(timeout, _LONGEST_S))
+        self._boards = bootstrap.from_threads(world_size, 30.0 if timeout is None else min(timeout, _LONGEST_S))
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
         self._changed = threading.Condition()
-        self._can_be_asked = [True] * num_pes  # to end: its function runs
+        self._can_be_asked = [True] * world_size  # to end: its function runs
         self._threads = [
             threading.Thread(target=self._be_pe, args=(rank,), name=f"PE {rank}", daemon=True)
-            for rank in range(num_pes)
+            for rank in range(world_size)
         ]
 
     def run(self) -> list[Any]:
@@ -76,8 +76,8 @@ class _Threads:
                     thread.start()
                 except RuntimeError as error:
                     raise PersistentOpsError(
-                        f"PE {rank} of {self._num_pes}: the system has no room for its thread ({error}); launch fewer "
-                        "PEs, or raise the limit of threads (ulimit -u, a container's pids.max)"
+                        f"PE {rank} of {self._world_size}: the system has no room for its thread ({error}); launch "
+                        "fewer PEs, or raise the limit of threads (ulimit -u, a container's pids.max)"
                     ) from error
             self._watch()
         finally:
@@ -85,7 +85,7 @@ class _Threads:
             self._leave_behind()
         if self._failures:
             raise first_cause(self._failures)
-        return [self._results[rank] for rank in range(self._num_pes)]
+        return [self._results[rank] for rank in range(self._world_size)]
 
     def _watch(self) -> None:
         """Wait until all PEs are done, the first failure's grace time has passed, or time is up."""
@@ -107,7 +107,7 @@ class _Threads:
 
     def _exited(self, rank: int, code: object) -> PersistentOpsError:
         return PersistentOpsError(
-            f"PE {rank} of {self._num_pes} exited with code {code or 0} before it returned a result"
+            f"PE {rank} of {self._world_size} exited with code {code or 0} before it returned a result"
         )
 
     def _await_ends(self) -> None:
@@ -122,7 +122,7 @@ class _Threads:
             self._threads[rank].join(_EXIT_S)
 
     def _is_complete(self) -> bool:
-        return len(self._results) + len(self._failures) == self._num_pes
+        return len(self._results) + len(self._failures) == self._world_size
 
     def _be_pe(self, rank: int) -> None:
         _this_thread.bootstrap, _this_thread.at_end = self._boards[rank], []
@@ -152,7 +152,7 @@ class _Threads:
 
     def _failed(self, rank: int, error: BaseException) -> Failure:
         if error.__cause__ is None:
-            error.__cause__ = RemoteTraceback(f"PE {rank} of {self._num_pes} (a thread) raised it")
+            error.__cause__ = RemoteTraceback(f"PE {rank} of {self._world_size} (a thread) raised it")
         return Failure(rank, error)
 
     def _ask_no_more(self, rank: int) -> None:

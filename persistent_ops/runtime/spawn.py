@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def launch(
-    fn: Callable[..., Any], num_pes: int, *args: Any, threads: bool = False, timeout: float | None = None
+    fn: Callable[..., Any], world_size: int, *args: Any, threads: bool = False, timeout: float | None = None
 ) -> list[Any]:
     """Run a function on several PEs of this machine and return their results.
 
@@ -53,7 +53,7 @@ def launch(
             that takes cloudpickle (`pip install 'persistent-ops[notebook]'`). Processes have the RANK, WORLD_SIZE,
             LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT that torchrun sets, so `fn` may call
             `torch.distributed.init_process_group()`.
-        num_pes: Number of PEs.
+        world_size: Number of PEs.
         args: Arguments of `fn`, the same for all PEs.
         threads: Make the PEs threads of this process instead of processes. A thread cannot be killed: one that hangs
             past `timeout` is left behind as a daemon thread. At the interpreter's exit SystemExit is raised in such
@@ -70,37 +70,37 @@ def launch(
             an exception that cannot be rebuilt here, or the time-out passed; the rank is named. Or this process is
             daemonic and may start none.
         TypeError: `fn` is no function.
-        ValueError: `num_pes` is less than 1, `timeout` is not positive, `fn` or `args` cannot be pickled, or they need
-            cloudpickle, which is not installed.
+        ValueError: `world_size` is less than 1, `timeout` is not positive, `fn` or `args` cannot be pickled, or they
+            need cloudpickle, which is not installed.
     """
     if not callable(fn):
         raise TypeError(f"fn: expected a function, got {type(fn).__name__}")
-    if not isinstance(num_pes, int) or isinstance(num_pes, bool) or num_pes < 1:
-        raise ValueError(f"num_pes must be a whole number of at least 1, got {num_pes!r}")
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}")
     is_time = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (is_time and timeout > 0):
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
     if threads:
-        return launch_threads(fn, num_pes, args, timeout)
+        return launch_threads(fn, world_size, args, timeout)
     if multiprocessing.current_process().daemon:
         raise PersistentOpsError(
             "this process is daemonic, as workers of a pool or a DataLoader are, and may start none: launch from its "
             "parent, or pass threads=True"
         )
-    return _Processes(pack_task(fn, args), num_pes, timeout).run()
+    return _Processes(pack_task(fn, args), world_size, timeout).run()
 
 
 class _Processes:
     """The processes of one `launch`."""
 
-    def __init__(self, task: Task, num_pes: int, timeout: float | None) -> None:
+    def __init__(self, task: Task, world_size: int, timeout: float | None) -> None:
         self._task = task
-        self._num_pes = num_pes
+        self._world_size = world_size
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._timeout = timeout
         self._processes: list[BaseProcess] = []
         self._readers: list[Connection] = []
-        self._received = [bytearray() for _ in range(num_pes)]
+        self._received = [bytearray() for _ in range(world_size)]
         self._results: dict[int, Any] = {}
         self._failures: list[Failure] = []
 
@@ -119,22 +119,22 @@ class _Processes:
             worker.close()
         if self._failures:
             raise first_cause(self._failures)
-        return [self._results[rank] for rank in range(self._num_pes)]
+        return [self._results[rank] for rank in range(self._world_size)]
 
     def _start(self, store: str, job: str, torch_port: int) -> None:
         context = multiprocessing.get_context("spawn")
-        for rank in range(self._num_pes):
+        for rank in range(self._world_size):
             reader, writer = context.Pipe(duplex=False)
             self._readers.append(reader)
             environment = {
                 "PERSISTENT_OPS_RANK": str(rank),
-                "PERSISTENT_OPS_WORLD_SIZE": str(self._num_pes),
+                "PERSISTENT_OPS_WORLD_SIZE": str(self._world_size),
                 "PERSISTENT_OPS_STORE": store,
                 "PERSISTENT_OPS_JOB": job,
                 "RANK": str(rank),
-                "WORLD_SIZE": str(self._num_pes),
+                "WORLD_SIZE": str(self._world_size),
                 "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(self._num_pes),
+                "LOCAL_WORLD_SIZE": str(self._world_size),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(torch_port),
             }
@@ -153,7 +153,7 @@ class _Processes:
             for rank, process in enumerate(self._processes):
                 selector.register(self._readers[rank].fileno(), selectors.EVENT_READ, rank)
                 selector.register(process.sentinel, selectors.EVENT_READ, rank)
-            running = set(range(self._num_pes))
+            running = set(range(self._world_size))
             while running:
                 if self._failures and grace_ends is None:
                     grace_ends = time.monotonic() + _GRACE_S
@@ -209,13 +209,13 @@ class _Processes:
             self._failures.append(Failure(rank, unreadable))
             return
         if not isinstance(rebuilt, BaseException):
-            rebuilt = PersistentOpsError(f"PE {rank} of {self._num_pes} raised {name}: {text}")
-        rebuilt.__cause__ = RemoteTraceback(f"PE {rank} of {self._num_pes} raised it:\n{trace}")
+            rebuilt = PersistentOpsError(f"PE {rank} of {self._world_size} raised {name}: {text}")
+        rebuilt.__cause__ = RemoteTraceback(f"PE {rank} of {self._world_size} raised it:\n{trace}")
         self._failures.append(Failure(rank, rebuilt))
 
     def _death(self, rank: int) -> PersistentOpsError:
         code = self._processes[rank].exitcode
-        who = f"PE {rank} of {self._num_pes}"
+        who = f"PE {rank} of {self._world_size}"
         if code is not None and code < 0:
             try:
                 name = signal.Signals(-code).name

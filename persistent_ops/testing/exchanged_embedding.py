@@ -113,9 +113,9 @@ class ExchangedEmbedding(nn.Module):
                 f"collection: expected tables of one dtype and pooling 'sum' with one feature each, got {kinds}"
             )
         self.read = torch.Tensor.tolist
-        self._rank, self._num_pes = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._num_features = len(layout.features)
-        slots = layout.groups[0].slots if layout.groups else ((),) * self._num_pes
+        slots = layout.groups[0].slots if layout.groups else ((),) * self._world_size
         self._slots, self._copied = own_slots(layout, self._rank)
         self._features = [[slot.feature for slot in of_pe] for of_pe in slots]
         self._widths = [slot.width for of_pe in slots for slot in of_pe]

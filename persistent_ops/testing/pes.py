@@ -42,20 +42,20 @@ def is_said_by_launch(error: BaseException) -> bool:
 
 
 def run_on_pes(
-    function: Callable[..., Any], num_pes: int, *arguments: Any, timeout: float | None = None, fresh: bool = False
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float | None = None, fresh: bool = False
 ) -> Any:
     """Run `function(*arguments)` on every PE and return rank 0's result (under a launcher: this process's own).
 
     Args:
         function: calls `persistent_ops.init()` itself; importable by name.
-        num_pes: PEs to start where there is no launcher; a world of one runs in this process.
+        world_size: PEs to start where there is no launcher; a world of one runs in this process.
         arguments: of the function; picklable.
         timeout: seconds for the whole where PEs are started here; None for no bound.
         fresh: start a process for a world of one too: it leaves nothing to the worlds that follow.
     """
-    if started_pes() is not None or (num_pes == 1 and not fresh):
+    if started_pes() is not None or (world_size == 1 and not fresh):
         return function(*arguments)
-    return po.launch(function, num_pes, *arguments, timeout=timeout)[0]
+    return po.launch(function, world_size, *arguments, timeout=timeout)[0]
 
 
 def gather(value: Any, *, timeout: float | None = None) -> list[Any]:

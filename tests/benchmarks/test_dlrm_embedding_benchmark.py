@@ -126,7 +126,7 @@ def test_one_pe_moves_what_its_lookups_touch(tmp_path: Path) -> None:
     sizes = cases.sizes_of("host", 10, 50)
     unique = 0
     for number in range(2):
-        batch = lookups.draw_batch(sizes, "uniform", rank=0, num_pes=1, number=number, device=torch.device("cpu"))
+        batch = lookups.draw_batch(sizes, "uniform", rank=0, world_size=1, number=number, device=torch.device("cpu"))
         parts = batch.values.split([10 * hotness for hotness in sizes.hotness])
         assert all(
             int(part.min()) >= 0 and int(part.max()) < rows for part, rows in zip(parts, sizes.rows, strict=True)

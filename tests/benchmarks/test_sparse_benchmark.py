@@ -100,7 +100,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
 
 
 def _check_case(line: dict[str, Any], bytes_per_second: float) -> None:
-    rows, row_bytes = line["shape"]["rows_per_pe"], line["shape"]["dim"] * 4
+    rows, row_bytes = line["shape"]["rows_per_rank"], line["shape"]["dim"] * 4
     # What two PEs have together is counted twice where both have it.
     assert line["union_rows"] + line["rows_with_several"] == 2 * rows
     assert line["lacked_rows"] == rows == line["unicast_rows"]
@@ -114,7 +114,7 @@ def _check_time(line: dict[str, Any], union_rows: int) -> None:
     assert len(rounds) == 2 and len(rounds[0]) in (2, 3)  # 2: a slow method
     assert line["us"] == pytest.approx(max(statistics.median(each) for each in rounds) * 1e6)
     assert line["calls_per_replay"] == (1 if method in ("dense_reduce", "gloo") else 2)
-    rows = shape["rows"] if "dense" in method else union_rows if "union" in method else shape["rows_per_pe"]
+    rows = shape["rows"] if "dense" in method else union_rows if "union" in method else shape["rows_per_rank"]
     assert line["sent_value_bytes"] / (shape["dim"] * 4) == rows
     if method in ("owner", "allgather", "into_owner", "into_allgather"):
         assert line["algorithm"] == method.removeprefix("into_")
@@ -178,11 +178,11 @@ def test_a_wrong_result_on_one_pe_fails_on_all(tmp_path: Path) -> None:
 def test_failures_give_exit_code_1_and_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(function: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
+    def fail(function: Any, world_size: int, experiment: Any, options: Any, **others: Any) -> bool:
         recorder = module("persistent_ops.testing.record").Recorder(Path(options.record_path))
-        recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="none")
-        recorder.write("check", pes=num_pes, case="a case", failures=["PE 1, owner: wrong"], largest_difference=0.0)
-        return num_pes != 2
+        recorder.write("run", pes=world_size, backend="host", torch="2", commit=None, processor="none")
+        recorder.write("check", pes=world_size, case="a case", failures=["PE 1, owner: wrong"], largest_difference=0.0)
+        return world_size != 2
 
     monkeypatch.setattr(module("harness.command"), "run_on_pes", fail)
     assert run("--worlds", "3,2", "--out", str(tmp_path)) == 1
@@ -192,9 +192,9 @@ def test_failures_give_exit_code_1_and_are_printed(
 def test_an_error_still_prints_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(function: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
+    def fail(function: Any, world_size: int, experiment: Any, options: Any, **others: Any) -> bool:
         recorder = module("persistent_ops.testing.record").Recorder(Path(options.record_path))
-        recorder.write("run", pes=num_pes, backend="host", torch="2", commit=None, processor="a processor")
+        recorder.write("run", pes=world_size, backend="host", torch="2", commit=None, processor="a processor")
         raise RuntimeError("a PE is gone")
 
     monkeypatch.setattr(module("harness.command"), "run_on_pes", fail)
@@ -278,19 +278,19 @@ def test_limits_of_small_examples() -> None:
     assert [each.unicast for each in traffic] == pytest.approx([11 / 3] * 3)
 
 
-@pytest.mark.parametrize("num_pes", [2, 3, 8])
-def test_limits_of_disjoint_and_identical_rows(num_pes: int) -> None:
-    disjoint = _traffic([{10 * pe + row for row in range(10)} for pe in range(num_pes)], 0)
-    assert disjoint.lacked == disjoint.unicast == 10 * (num_pes - 1)  # an all-gather
-    identical = _traffic([set(range(10))] * num_pes, 0)
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_limits_of_disjoint_and_identical_rows(world_size: int) -> None:
+    disjoint = _traffic([{10 * pe + row for row in range(10)} for pe in range(world_size)], 0)
+    assert disjoint.lacked == disjoint.unicast == 10 * (world_size - 1)  # an all-gather
+    identical = _traffic([set(range(10))] * world_size, 0)
     assert identical.lacked == 10
-    assert identical.unicast == pytest.approx(10 * 2 * (num_pes - 1) / num_pes)  # an all-reduce
+    assert identical.unicast == pytest.approx(10 * 2 * (world_size - 1) / world_size)  # an all-reduce
     assert _traffic([set(range(10))], 0).lacked == _traffic([set(range(10))], 0).unicast == 0
 
 
 def test_sent_rows() -> None:
     sent = module("sparse.limits").sent_rows
-    sizes = {"rows": 1000, "rows_per_pe": 10, "union": 30.0, "unicast": 26.0, "world_size": 4}
+    sizes = {"rows": 1000, "rows_per_rank": 10, "union": 30.0, "unicast": 26.0, "world_size": 4}
     assert {scheme: sent(scheme, **sizes) for scheme in ("owner", "gather", "union", "dense")} == {
         "owner": 26.0,
         "gather": 30.0,
@@ -332,10 +332,10 @@ def test_crossover() -> None:
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(case: Any, num_pes: int, number: int = 0) -> list[torch.Tensor]:
+def _rows(case: Any, world_size: int, number: int = 0) -> list[torch.Tensor]:
     device = torch.device("cpu")
     draw = module("sparse.inputs").draw_rows
-    return [draw(case, rank=pe, world_size=num_pes, number=number, device=device) for pe in range(num_pes)]
+    return [draw(case, rank=pe, world_size=world_size, number=number, device=device) for pe in range(world_size)]
 
 
 def _union(rows: list[torch.Tensor]) -> int:
@@ -347,12 +347,12 @@ def test_rows_are_distinct_and_sorted_and_differ_from_set_to_set() -> None:
         small = case.for_host()
         first, second = _rows(small, 3), _rows(small, 3, 1)
         for rows in first + second:
-            assert rows.numel() == small.rows_per_pe and rows.dtype == torch.int64
+            assert rows.numel() == small.rows_per_rank and rows.dtype == torch.int64
             assert bool((rows.diff() > 0).all())
             assert int(rows[0]) >= 0 and int(rows[-1]) < small.rows
         assert not torch.equal(first[0], second[0])
         assert torch.equal(first[0], first[1]) == (case.shared == 1.0)
-        assert small.rows_per_pe / small.rows == pytest.approx(case.rows_per_pe / case.rows)
+        assert small.rows_per_rank / small.rows == pytest.approx(case.rows_per_rank / case.rows)
 
 
 def test_shares_are_what_their_names_say() -> None:
@@ -360,8 +360,8 @@ def test_shares_are_what_their_names_say() -> None:
     for case in [*cases.swept("overlap", quick=False), *(c for c in cases.CASES.values() if c.skew == 0)]:
         small = case.for_host()
         if small.distribution == "overlap":
-            common = round(small.rows_per_pe * small.shared)
-            assert _union(_rows(small, 4)) == common + 4 * (small.rows_per_pe - common)
+            common = round(small.rows_per_rank * small.shared)
+            assert _union(_rows(small, 4)) == common + 4 * (small.rows_per_rank - common)
     with pytest.raises(ValueError, match="8 PEs need 800 rows of 500"):
         _rows(cases.Case("few", 500, 100, 4, "overlap"), 8)
 
@@ -370,7 +370,7 @@ def test_zipf_rows_overlap_as_intended() -> None:
     case = module("sparse.cases").CASES[CASE]
     rows = _rows(case, 8)
     assert _union(rows[1:]) == pytest.approx(12_700, rel=0.02)
-    uniform = module("sparse.cases").Case("as many", case.rows, case.rows_per_pe, case.dim, "uniform")
+    uniform = module("sparse.cases").Case("as many", case.rows, case.rows_per_rank, case.dim, "uniform")
     assert _union(_rows(uniform, 8)) > 2 * _union(rows)
 
 
@@ -392,7 +392,7 @@ def test_sums_of_the_inputs_depend_on_their_order() -> None:
 def test_sweeps_cover_the_range() -> None:
     cases = module("sparse.cases")
     for quick in (True, False):
-        points = [case.rows_per_pe / case.rows for case in cases.swept("sparsity", quick=quick)]
+        points = [case.rows_per_rank / case.rows for case in cases.swept("sparsity", quick=quick)]
         assert 0.1 in points and 0.0001 in points
         shares = [case.shared for case in cases.swept("overlap", quick=quick)]
         assert shares[0] == 0 and shares[-1] == 1
@@ -425,7 +425,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, list[Any]]:
         return torch.stack([rows.values[:, begin[0] - own.shape[1] : begin[0]] for rows in inputs])
 
     monkeypatch.setattr(check, "_gathered", gathered)
-    monkeypatch.setattr(check, "_GATHERED_BYTES", 3 * case.rows_per_pe * 4 * 5)  # columns come in pieces
+    monkeypatch.setattr(check, "_GATHERED_BYTES", 3 * case.rows_per_rank * 4 * 5)  # columns come in pieces
     world = SimpleNamespace(size=3, rank=0)
     union, traffic = check.survey(world, inputs[0])
     assert union.numel() == traffic.union

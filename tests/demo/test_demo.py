@@ -29,23 +29,23 @@ ROWS = tuple(min(rows, 1000) for rows in dlrm_batch.DLRM_ROWS)
 # ---- placement -----------------------------------------------------------------------------------------------------
 
 
-def best_makespan(costs: Sequence[int], num_pes: int) -> int:
+def best_makespan(costs: Sequence[int], world_size: int) -> int:
     """Return the smallest possible maximum, by trying every placement."""
     return min(
-        max(sum(cost for cost, pe in zip(costs, owners, strict=True) if pe == each) for each in range(num_pes))
-        for owners in itertools.product(range(num_pes), repeat=len(costs))
+        max(sum(cost for cost, pe in zip(costs, owners, strict=True) if pe == each) for each in range(world_size))
+        for owners in itertools.product(range(world_size), repeat=len(costs))
     )
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7), st.integers(1, 3))
-def test_placement_is_within_its_bound_of_the_best(costs: list[int], num_pes: int) -> None:
-    placed = placement.place_tables(costs, num_pes)
+def test_placement_is_within_its_bound_of_the_best(costs: list[int], world_size: int) -> None:
+    placed = placement.place_tables(costs, world_size)
     assert sorted(itertools.chain(*placed)) == list(range(len(costs)))
     assert all(tables == sorted(tables) for tables in placed)
     makespan = max(sum(costs[table] for table in tables) for tables in placed)
-    assert makespan <= (4 / 3 - 1 / (3 * num_pes)) * best_makespan(costs, num_pes) + 1e-9
-    assert placement.place_tables(costs, num_pes) == placed
+    assert makespan <= (4 / 3 - 1 / (3 * world_size)) * best_makespan(costs, world_size) + 1e-9
+    assert placement.place_tables(costs, world_size) == placed
 
 
 def test_placement_finds_the_obvious_best() -> None:
@@ -54,7 +54,7 @@ def test_placement_finds_the_obvious_best() -> None:
 
 
 def test_placement_arguments_are_checked() -> None:
-    with pytest.raises(ValueError, match="num_pes must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         placement.place_tables([1.0], 0)
     with pytest.raises(ValueError, match="costs must not be negative"):
         placement.place_tables([1.0, -1.0], 2)
@@ -68,8 +68,8 @@ def test_costs_grow_with_pooling_and_width() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 3), st.integers(0, 200))
-def test_row_cap_is_the_largest_that_fits(num_rows: list[int], num_pes: int, spare: int) -> None:
-    placed = placement.place_tables(num_rows, num_pes)
+def test_row_cap_is_the_largest_that_fits(num_rows: list[int], world_size: int, spare: int) -> None:
+    placed = placement.place_tables(num_rows, world_size)
     budget = (max(len(tables) for tables in placed) + spare) * 8
     cap = placement.fit_rows(num_rows, placed, 8, budget)
 

@@ -34,11 +34,11 @@ class Numbered:
         return {"numbered": self.num_samples}
 
 
-def epoch_of(num_samples: int, batch_size: int, num_pes: int = 1, epoch: int = 0, **options: Any) -> list[list[int]]:
+def epoch_of(num_samples: int, batch_size: int, world_size: int = 1, epoch: int = 0, **options: Any) -> list[list[int]]:
     """Return the numbers of each global batch, put together from the shares of all PEs."""
     shares = [
-        Batches(Numbered(num_samples), batch_size=batch_size, rank=rank, num_pes=num_pes, **options)
-        for rank in range(num_pes)
+        Batches(Numbered(num_samples), batch_size=batch_size, rank=rank, world_size=world_size, **options)
+        for rank in range(world_size)
     ]
     counts = {each.num_batches for each in shares}
     assert len(counts) == 1
@@ -82,7 +82,7 @@ def test_full_bags_are_feature_major(given: type, dtype: torch.dtype) -> None:
 
 
 def test_a_batch_without_samples() -> None:
-    batches = Batches(ClickLog(5, num_rows=(3, 4), hotness=(1, 2)), batch_size=2, rank=2, num_pes=3)
+    batches = Batches(ClickLog(5, num_rows=(3, 4), hotness=(1, 2)), batch_size=2, rank=2, world_size=3)
     batch = batches.read(0, 2)
     assert batch.num_samples == 0 and batch.dense.shape == (0, 13)
     assert batch.values.numel() == batch.lengths.numel() == 0
@@ -91,13 +91,13 @@ def test_a_batch_without_samples() -> None:
 # ---- order and shares ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_pes", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("block", [1, 4, 100])
-def test_an_epoch_has_every_sample_once_however_many_pes(num_pes: int, block: int) -> None:
+def test_an_epoch_has_every_sample_once_however_many_pes(world_size: int, block: int) -> None:
     whole = epoch_of(103, 10, seed=3, shuffle_block=block)
     assert [len(batch) for batch in whole] == [10] * 10 + [3]
     assert sorted(joined(whole)) == list(range(103))
-    assert epoch_of(103, 10, num_pes, seed=3, shuffle_block=block) == whole
+    assert epoch_of(103, 10, world_size, seed=3, shuffle_block=block) == whole
 
 
 @pytest.mark.parametrize("num_samples", [103, 100, 1, 4])
@@ -144,7 +144,7 @@ def test_arguments_are_checked() -> None:
     for options, message in (
         ({"batch_size": 0}, "must be at least 1, got 0 and 1"),
         ({"batch_size": 1, "shuffle_block": 0}, "must be at least 1, got 1 and 0"),
-        ({"batch_size": 1, "rank": 2, "num_pes": 2}, "rank must be one of 2 PEs, got 2"),
+        ({"batch_size": 1, "rank": 2, "world_size": 2}, "rank must be one of 2 PEs, got 2"),
         ({"batch_size": 1, "num_readers": 0}, "num_readers must be at least 1, got 0"),
         ({"batch_size": 1, "index_dtype": torch.int16}, "index_dtype must be torch.int32 or torch.int64"),
     ):
@@ -161,7 +161,7 @@ def test_the_identity_tells_batches_apart_but_not_pes() -> None:
     def identity(source: Any = None, **options: Any) -> dict[str, Any]:
         return Batches(source or Numbered(10), **{"batch_size": 2, **options}).identity()
 
-    assert identity(rank=1, num_pes=2) == identity()
+    assert identity(rank=1, world_size=2) == identity()
     others = [identity(Numbered(11)), identity(batch_size=3), identity(seed=0), identity(seed=1)]
     others += [identity(seed=1, shuffle_block=2), identity(drop_last=True)]
     assert all(other != identity() for other in others)

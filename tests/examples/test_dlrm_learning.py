@@ -65,7 +65,7 @@ def _whole_numbers(options: Options, alone: bool) -> tuple[list[float], dict[str
         with world_of("host", "gloo"):
             tables = make_collection(options, data)
             tables.load_state_dict(state)
-            batches = Batches(data.train, rank=po.rank(), num_pes=po.world_size(), **shared)
+            batches = Batches(data.train, rank=po.rank(), world_size=po.world_size(), **shared)
             found = Training(model, tables, sgd(model.parameters()), batches).run(Plan()).losses
             own = {name: shards.shards for name, shards in tables.state_dict().items()}
             return found, {name: shards[0][1].clone() for name, shards in own.items() if shards}

@@ -61,7 +61,7 @@ def training_of(
     model = DenseModel(sizes, seed=1)
     embedding = embedding or PlainEmbedding(ROWS, sizes.dims, adagrad(table_rate), seed=1)
     optimizer = (optimizer or adagrad(0.02))(model.parameters())
-    own = {"rank": dist.get_rank(), "num_pes": dist.get_world_size()} if dist.is_initialized() else {}
+    own = {"rank": dist.get_rank(), "world_size": dist.get_world_size()} if dist.is_initialized() else {}
     batches = Batches(Span(log, 0, num_train), batch_size=batch_size, seed=seed, **own)
     evaluation = Batches(Span(log, num_train, num_evaluate), batch_size=4096, **own) if num_evaluate else None
     return Training(model, embedding, optimizer, batches, evaluation=evaluation, **options)

@@ -112,16 +112,16 @@ def drawn_corpus(length: int, vocabulary: int = 40) -> Corpus:
     return Corpus("drawn", [f"word{number}" for number in range(vocabulary)], counts, stream, 0)
 
 
-@pytest.mark.parametrize("num_pes", [1, 2, 3, 5, 8])
-def test_shares_make_up_the_batch_of_one_process(num_pes: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_shares_make_up_the_batch_of_one_process(world_size: int) -> None:
     batches = Batches(drawn_corpus(50), Options(batch=7, window=2, negatives=3), CPU)
     for step in (0, 1, 9):  # 46 words to predict: step 6 begins another epoch in its midst
         whole = batches.share(step, 0, 1)
         assert whole.contexts.shape == (7, 4) and whole.words.shape == (7, 4)
-        shares = [batches.share(step, rank, num_pes) for rank in range(num_pes)]
+        shares = [batches.share(step, rank, world_size) for rank in range(world_size)]
         assert torch.equal(torch.cat([share.contexts for share in shares]), whole.contexts)
         assert torch.equal(torch.cat([share.words for share in shares]), whole.words)
-        assert {len(share.words) for share in shares} <= {7 // num_pes, 7 // num_pes + 1}
+        assert {len(share.words) for share in shares} <= {7 // world_size, 7 // world_size + 1}
 
 
 def test_an_epoch_predicts_every_word_once_from_the_words_around_it() -> None:

@@ -71,10 +71,10 @@ def test_a_launch_may_take_as_long_as_it_likes(timeout: float, threads: bool) ->
 # ---- numbers of PEs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_pes", [True, 0, -1, 1.0, "2"])
-def test_numbers_of_pes_that_are_none(num_pes: Any) -> None:
-    with pytest.raises(ValueError, match="num_pes must be a whole number of at least 1"):
-        po.launch(_seven, num_pes)
+@pytest.mark.parametrize("world_size", [True, 0, -1, 1.0, "2"])
+def test_numbers_of_pes_that_are_none(world_size: Any) -> None:
+    with pytest.raises(ValueError, match="world_size must be a whole number of at least 1"):
+        po.launch(_seven, world_size)
 
 
 @pytest.mark.parametrize("threads", [False, True])

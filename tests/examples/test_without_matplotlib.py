@@ -19,7 +19,7 @@ REMEDY = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
 pytestmark = pytest.mark.host
 
 
-def measure(measure: Any, num_pes: int, experiment: Any, options: Any, **others: Any) -> bool:
+def measure(measure: Any, world_size: int, experiment: Any, options: Any, **others: Any) -> bool:
     line = {"kind": "run", "backend": "host", "pes": 1, "torch": "2", "commit": None, "processor": "a processor"}
     Path(options.record_path).write_text(json.dumps(line) + "\n")
     return True

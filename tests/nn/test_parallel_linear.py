@@ -613,9 +613,9 @@ def test_compiles_without_a_break(backend: str) -> None:
 
 
 @given(st.integers(0, 500), st.integers(1, 70), st.integers(1, 16))
-def test_balanced_splits_differ_by_one_unit(units: int, num_pes: int, multiple: int) -> None:
-    splits = po_nn.balanced_splits(units * multiple, num_pes, multiple=multiple)
-    assert len(splits) == num_pes and sum(splits) == units * multiple
+def test_balanced_splits_differ_by_one_unit(units: int, world_size: int, multiple: int) -> None:
+    splits = po_nn.balanced_splits(units * multiple, world_size, multiple=multiple)
+    assert len(splits) == world_size and sum(splits) == units * multiple
     assert all(share % multiple == 0 for share in splits)
     assert max(splits) - min(splits) in (0, multiple)
     assert list(splits) == sorted(splits, reverse=True)
@@ -624,12 +624,12 @@ def test_balanced_splits_differ_by_one_unit(units: int, num_pes: int, multiple: 
 def test_balanced_splits_refuses_broken_units() -> None:
     with pytest.raises(ValueError, match="features: expected a multiple of 8, got 12"):
         po_nn.balanced_splits(12, 2, multiple=8)
-    with pytest.raises(ValueError, match="num_pes and multiple at least 1; got 8, 0, 1"):
+    with pytest.raises(ValueError, match="world_size and multiple at least 1; got 8, 0, 1"):
         po_nn.balanced_splits(8, 0)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "name"), [((10, 3.0), "num_pes"), (("a", 4), "features"), ((True, 1), "features")]
+    ("arguments", "name"), [((10, 3.0), "world_size"), (("a", 4), "features"), ((True, 1), "features")]
 )
 def test_balanced_splits_refuses_what_is_no_number(arguments: tuple[Any, Any], name: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}: expected a whole number, got"):

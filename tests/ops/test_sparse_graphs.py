@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from checks import Checks
-from graphs import NUM_INPUTS, Call, Graph, GraphSuite, num_pes
+from graphs import NUM_INPUTS, Call, Graph, GraphSuite, world_size
 from sparse_cases import (
     INTO_ALGORITHMS,
     Case,
@@ -158,7 +158,7 @@ def _too_many_rows_in_a_replay() -> list[str]:
 
 @pytest.mark.gpu
 def test_capacity_exceeded_in_a_replay() -> None:
-    pes = num_pes("cuda")
+    pes = world_size("cuda")
     assert in_world(_too_many_rows_in_a_replay, pes, "cuda") == [[]] * pes
 
 

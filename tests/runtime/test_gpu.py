@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from graphs import num_pes
+from graphs import world_size
 
 import persistent_ops as po
 
@@ -48,7 +48,7 @@ def _devices(reverse: bool) -> tuple[int, int]:
 
 
 def test_each_world_has_the_heap_size_that_it_asked_for() -> None:
-    pes = num_pes("cuda")
+    pes = world_size("cuda")
     assert po.launch(_heap_after_heap, pes, timeout=200) == [[]] * pes
 
 

@@ -30,8 +30,8 @@ MB = 1 << 20
 _CASE = Case("heap", dims=lambda rank: (8, 24), batch=lambda world: 13)
 
 
-def _run(program: Callable[..., Any], num_pes: int, backend: str, *args: Any) -> list[Any]:
-    return run_pes(program, num_pes, backend, *args, timeout=120)
+def _run(program: Callable[..., Any], world_size: int, backend: str, *args: Any) -> list[Any]:
+    return run_pes(program, world_size, backend, *args, timeout=120)
 
 
 def _call(iteration: int, case: Case = _CASE, **options: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from bits import difference
 from checks import Checks
 from gpu_turns import gpus_alone
-from graphs import NUM_INPUTS, Graph, GraphSuite, num_pes, num_replays
+from graphs import NUM_INPUTS, Graph, GraphSuite, num_replays, world_size
 
 import persistent_ops as po
 
@@ -135,5 +135,5 @@ class ChainSuite(GraphSuite):
     @pytest.mark.gpu
     def test_launches_that_take_each_other_s_results(self, backend: str, chain: str) -> None:
         test = self.chains[chain]
-        pes = test.pes or num_pes(backend)
+        pes = test.pes or world_size(backend)
         self._assert_right(self._chained, pes, backend, chain, num_replays(backend, pes) // test.share)

@@ -20,7 +20,7 @@ from worlds import in_world
 
 import persistent_ops as po
 
-__all__ = ["NUM_INPUTS", "Call", "Graph", "GraphSuite", "num_pes", "num_replays"]
+__all__ = ["NUM_INPUTS", "Call", "Graph", "GraphSuite", "world_size", "num_replays"]
 
 NUM_INPUTS = 5  # an odd number, so that inputs meet both parities of the epoch
 Results = Sequence[torch.Tensor]
@@ -112,7 +112,7 @@ class Graph:
         return self.results
 
 
-def num_pes(backend: str) -> int:
+def world_size(backend: str) -> int:
     """Return how many PEs a test has: each a GPU of its own, or two that share one."""
     return 3 if backend == "host" else max(2, min(4, torch.cuda.device_count()))
 
@@ -370,7 +370,7 @@ class GraphSuite:
 
     @pytest.mark.apart
     def test_a_thousand_replays_with_changing_inputs(self, backend: str) -> None:
-        pes = num_pes(backend)
+        pes = world_size(backend)
         self._assert_right(self._replayed, pes, backend, num_replays(backend, pes))
 
     def test_one_call_of_each_shape_is_enough_before_a_capture(self, backend: str, way: str) -> None:
@@ -380,13 +380,13 @@ class GraphSuite:
         self._assert_right(self._refused, 2, backend)
 
     def test_graphs_and_other_operators_take_turns(self, backend: str) -> None:
-        pes = num_pes(backend)
+        pes = world_size(backend)
         self._assert_right(self._in_turn, pes, backend, num_replays(backend, pes) // 4)
 
     @pytest.mark.apart
     @pytest.mark.gpu
     def test_two_calls_on_two_streams(self, backend: str) -> None:
-        self._assert_right(self._two_streams, num_pes(backend), backend)
+        self._assert_right(self._two_streams, world_size(backend), backend)
 
     @pytest.mark.gpu
     def test_a_replay_without_a_peer_ends(self, backend: str) -> None:

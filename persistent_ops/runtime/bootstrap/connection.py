@@ -475,29 +475,29 @@ def from_group(group: Any, timeout: float) -> Bootstrap:
     return _joined(found, None, None, deadline)
 
 
-def from_threads(num_pes: int, timeout: float) -> list[Bootstrap]:
+def from_threads(world_size: int, timeout: float) -> list[Bootstrap]:
     """Make the connections of PEs that are threads of this process.
 
     Args:
-        num_pes: Number of PEs.
+        world_size: Number of PEs.
         timeout: Default of `Bootstrap.exchange`, in seconds.
 
     Returns:
         One connection for each PE, in rank order; each is used by one thread.
 
     Raises:
-        ValueError: `num_pes` is less than 1, or `timeout` is not a positive number.
+        ValueError: `world_size` is less than 1, or `timeout` is not a positive number.
     """
-    if num_pes < 1:
-        raise ValueError(f"num_pes must be at least 1, got {num_pes}")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
     table, found = ThreadTable(), []
-    for rank in range(num_pes):
-        mailbox = ThreadMailbox(table) if num_pes > 1 else None
+    for rank in range(world_size):
+        mailbox = ThreadMailbox(table) if world_size > 1 else None
         if mailbox is not None:
             tell_state(mailbox, rank, HERE, math.inf)
-        bootstrap = Bootstrap(mailbox, rank, num_pes, "threads", _checked(timeout))
+        bootstrap = Bootstrap(mailbox, rank, world_size, "threads", _checked(timeout))
         bootstrap._serving_rank = None
-        bootstrap.local_rank, bootstrap.local_world_size = rank, num_pes
+        bootstrap.local_rank, bootstrap.local_world_size = rank, world_size
         found.append(bootstrap)
     return found
 

@@ -14,7 +14,7 @@ from embedding_backward_cases import SMALL, Case, Training, case_of, columns_of,
 from embedding_cases import Case as Shape, split_of
 from embedding_lookups_cases import brought, make_exchange
 from gpu_turns import gpus_alone
-from graphs import NUM_INPUTS, Graph, num_pes, num_replays
+from graphs import NUM_INPUTS, Graph, num_replays, world_size
 from worlds import in_world
 
 import persistent_ops as po
@@ -149,7 +149,7 @@ def _replayed(way: str, replays: int) -> list[str]:
 @pytest.mark.apart
 @pytest.mark.parametrize("way", ["global batch", "exchange"])
 def test_a_thousand_replays_with_changing_inputs(backend: str, way: str) -> None:
-    pes = num_pes(backend)
+    pes = world_size(backend)
     assert in_world(_replayed, pes, backend, way, num_replays(backend, pes)) == [[]] * pes
 
 

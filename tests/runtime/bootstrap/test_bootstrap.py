@@ -592,13 +592,13 @@ def test_bad_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for timeout in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="timeout must be a positive number"):
             connect(detect({}), timeout)
-    with pytest.raises(ValueError, match="num_pes must be at least 1"):
+    with pytest.raises(ValueError, match="world_size must be at least 1"):
         from_threads(0, 1.0)
     with pytest.raises(BootstrapError, match="rank 2 is outside the world of 2"):
         connect(LaunchEnvironment("slurm", 2, 2), 1.0)
     with pytest.raises(BootstrapError, match="PMI_FD=9999 is not an open connection"):
         connect(LaunchEnvironment("hydra", 0, 2, rendezvous="pmi", pmi_fd=9999), 1.0)
-    with pytest.raises(ValueError, match="num_pes must be a whole number"):
+    with pytest.raises(ValueError, match="world_size must be a whole number"):
         spawn.launch(print, 0)
     with pytest.raises(ValueError, match="timeout must be a positive number"):
         spawn.launch(print, 1, timeout=0)

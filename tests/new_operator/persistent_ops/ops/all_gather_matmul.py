@@ -161,12 +161,12 @@ class _Plan(Plan):
 # ---- the call ------------------------------------------------------------------------------------------------------
 
 
-def _run(a: torch.Tensor, bs: Sequence[torch.Tensor], num_pes: int) -> _Results:
+def _run(a: torch.Tensor, bs: Sequence[torch.Tensor], world_size: int) -> _Results:
     """Check, find or make the plan, launch it, return the results."""
     world = _world.for_call()
     _check(a, bs, world.backend.device)
-    if num_pes != world.size:
-        raise ValueError(f"num_pes: expected {world.size}, the size of this world, got {num_pes}")
+    if world_size != world.size:
+        raise ValueError(f"world_size: expected {world.size}, the size of this world, got {world_size}")
     state = OPERATOR.state(world)
     is_aligned = not (a.data_ptr() | a.nbytes) % _VECTOR_BYTES
     key = _Key(world.team, tuple(a.shape), a.dtype, tuple(b.shape[1] for b in bs), is_aligned, state.tuning)
@@ -198,9 +198,9 @@ def _check(a: torch.Tensor, bs: Sequence[torch.Tensor], device: torch.device | N
             raise ValueError(f"bs[{i}]: expected rows that begin at multiples of {_VECTOR_BYTES} bytes")
 
 
-def _fake(a: torch.Tensor, bs: Sequence[torch.Tensor], num_pes: int) -> _Results:
+def _fake(a: torch.Tensor, bs: Sequence[torch.Tensor], world_size: int) -> _Results:
     _check(a, bs, None)
-    rows = num_pes * a.shape[0]
+    rows = world_size * a.shape[0]
     return a.new_empty((rows, a.shape[1])), [a.new_empty((rows, b.shape[1])) for b in bs]
 
 
@@ -223,11 +223,11 @@ def _backward(
 
 _all_gather_matmul = TorchOperator(
     "all_gather_matmul",
-    "Tensor a, Tensor[] bs, int num_pes",  # compilers keep graphs by arguments: what a shape depends on is one
+    "Tensor a, Tensor[] bs, int world_size",  # compilers keep graphs by arguments: what a shape depends on is one
     _run,
     fake=_fake,
     results="(Tensor, Tensor[])",
-    counts=lambda a, bs, num_pes: (1, len(bs)),
+    counts=lambda a, bs, world_size: (1, len(bs)),
     setup_context=_setup_context,
     backward=_backward,
     result_in_heap=True,
