@@ -1,6 +1,6 @@
 """Benchmark of embedding_all_to_all's backward pass: persistent-ops bench embedding_backward [OPTIONS].
 
-See README.md beside it. "fused" is the backward pass alone, without autograd: inversion and launch, in a graph of its
+See README.md beside it. "fused" is the backward pass alone, without autograd: sort by row and launch, in a graph of its
 own (`embedding.backward_methods` says how); "forward_backward" goes through autograd, both passes in one graph.
 """
 
@@ -48,7 +48,7 @@ LABELS = {
     "forward_backward": "fused step",
     "fbgemm_step": "{collective} + FBGEMM step",
     "fbgemm_step_eager": "{collective} + FBGEMM step, eager",
-    "inversion": "inversion alone",
+    "sort": "sort by row alone",
     "kernel": "kernel alone",
     "kernel_alone": "kernel without exchange",
     "exchange": "reorder + {collective} alone",
@@ -142,7 +142,7 @@ class Backward(Trial):
             self._state = self._state.view(-1) if width == 1 else self._state
         self._tables, optimizer = training.optimizer(config, case.optimizer)
         self._ours = OurBackward(world, config, self._tables, optimizer, self._sets, self._gradients)
-        if any(name in methods for name in ("inversion", "kernel", "kernel_alone")):
+        if any(name in methods for name in ("sort", "kernel", "kernel_alone")):
             self._ours.take_apart()
         self._exchange = Exchange(world, config, device)
         self._torch: TorchUpdate | None = None
@@ -180,7 +180,7 @@ class Backward(Trial):
                 "fused": self._ours.backward,
                 "fused_eager": self._ours.backward,
                 "forward_backward": self._ours.forward_backward,
-                "inversion": self._ours.inversion,
+                "sort": self._ours.sort,
                 "kernel": self._ours.kernel,
             }[name](number)
 
@@ -214,7 +214,7 @@ class Backward(Trial):
         failures: list[str] = []
         worst = {True: 0.0, False: 0.0}
         for name in self.methods:
-            if name in ("inversion", "exchange"):
+            if name in ("sort", "exchange"):
                 continue  # the kernel shows the one, the peers the other
             if f"{name}_eager" in self.methods:
                 continue  # the same calls; the graph is compared when it is there
@@ -241,7 +241,7 @@ class Backward(Trial):
         failures: list[str] = []
         for name, subject in subjects.items():
             # What the kernel without an exchange is given in a graph is the gradient of one set for all.
-            if name not in ("inversion", "exchange", "kernel_alone") and not name.endswith("_eager"):
+            if name not in ("sort", "exchange", "kernel_alone") and not name.endswith("_eager"):
                 passes = subject.calls // len(self._sets)
                 failures += self._compare(name, subject.replay, passes, is_replay=True)[0]
         return failures

@@ -143,7 +143,7 @@ def _embedding_tables(run: Run) -> list[str]:
 
 def _backward_tables(run: Run) -> list[str]:
     """The backward pass with its parts and peers; then both passes with theirs."""
-    parts = {"fused": ("inversion", "kernel", "kernel_alone", "exchange"), "forward_backward": ()}
+    parts = {"fused": ("sort", "kernel", "kernel_alone", "exchange"), "forward_backward": ()}
     tables = []
     for ours, peers in embedding_backward.PEERS.items():
         methods = (ours, *parts[ours], *peers)

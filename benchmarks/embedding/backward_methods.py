@@ -2,8 +2,8 @@
 
 This is the only place that knows how the package calls it. Backward alone is the method that autograd's node calls
 (`EmbeddingOptimizer._backward`): it needs no forward pass before it, so it can be repeated, and captured by itself; the
-check compares its bits with those of a forward and backward pass through autograd. The parts of such a call, inversion
-and kernel, are called with what the call itself passes to them.
+check compares its bits with those of a forward and backward pass through autograd. The parts of such a call, sort by
+row and kernel, are called with what the call itself passes to them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Parts(NamedTuple):
     Attributes:
         invert: sorts the lookups.
         key: of the plan.
-        arguments, options: of its launch: the gradient, what the inversion gave, and more.
+        arguments, options: of its launch: the gradient, what the sort gave, and more.
     """
 
     invert: Callable[[], object]
@@ -110,10 +110,10 @@ class OurBackward:
             plan, arguments, options = calls["launch"]
             key: Any = next(key for key, found in self._plans.items() if found is plan)
             (invert,) = calls["invert"]
-            # Alone it is behind no inversion.
+            # Alone it is after no sort.
             self._parts.append(_Parts(invert, key, arguments, options | {"begins_early": False}))
 
-    def inversion(self, number: int) -> None:
+    def sort(self, number: int) -> None:
         """Sort a set's lookups by row."""
         self._parts[number].invert()
 
@@ -147,7 +147,8 @@ class OurBackward:
 
 @contextmanager
 def _overheard() -> Iterator[dict[str, tuple[Any, ...]]]:
-    """Take down how a backward pass calls its two parts: the inversion as a call, the launch as plan and arguments."""
+    """Take down how a backward pass calls its two parts: the sort by row as a call, the launch as plan and
+    arguments."""
     calls: dict[str, tuple[Any, ...]] = {}
     invert, launch = embedding_recorded_call.invert, BackwardPlan.launch
 

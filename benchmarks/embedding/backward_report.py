@@ -15,7 +15,7 @@ __all__ = ["draw_shares", "tables"]
 
 _Line = dict[str, Any]
 _CASE = ("config", "optimizer", "distribution")
-_PARTS = ("fused", "inversion", "kernel", "kernel_alone", "exchange")
+_PARTS = ("fused", "sort", "kernel", "kernel_alone", "exchange")
 
 
 def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterator[Any]:
@@ -35,7 +35,7 @@ def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterat
                 ("config",),
                 (
                     "all",
-                    "inversion",
+                    "sort",
                     "kernel",
                     "without\nexchange",
                     "library's\nexchange",

@@ -19,7 +19,7 @@ from .tables import StepTables
 
 __all__ = ["PHASES", "Clock", "OurStep", "PeerStep", "Step"]
 
-PHASES = ("exchange", "forward", "inversion", "backward")
+PHASES = ("exchange", "forward", "sort", "backward")
 _Span = tuple[Any, Any]
 
 
@@ -76,7 +76,7 @@ class Step(ABC):
         return pooled.detach()
 
     def run_timed(self, number: int, clock: Clock) -> None:
-        """Make a step with its phases on a clock; what "backward" has includes "inversion"."""
+        """Make a step with its phases on a clock; what "backward" has includes "sort"."""
         with torch.enable_grad():
             with clock.phase("exchange"):
                 sent = self.send(number)
@@ -164,7 +164,7 @@ def _inversions_on(clock: Clock) -> Iterator[None]:
 
     def timed(invert: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            with clock.phase("inversion"):
+            with clock.phase("sort"):
                 return invert(*arguments, **options)
 
         return call

@@ -50,7 +50,7 @@ def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterat
                 ("case", "method"),
                 PHASES,
                 blocks,
-                caption="inversion: of the package; that of others is part of their backward pass",
+                caption="sort: by row, of the package; that of others is part of their backward pass",
             )
 
 

@@ -219,9 +219,9 @@ class StepTrial(Trial):
             for phase in PHASES:
                 seconds[phase].append(clock.seconds(phase))
         own = {phase: statistics.median(each) for phase, each in seconds.items()}
-        own["backward"] -= own["inversion"]
+        own["backward"] -= own["sort"]
         if not self._is_ours(name):
-            del own["inversion"]
+            del own["sort"]
         everyone = gather(own)
         return {phase: 1e6 * max(each[phase] for each in everyone) for phase in own}
 

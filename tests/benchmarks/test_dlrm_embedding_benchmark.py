@@ -58,7 +58,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     for check in checks:
         assert check["failures"] == [] and 0 < check["worst_share"] <= 1 and 0 < check["worst_share_of_peers"] <= 1
     phases = [(line["case"], line["method"], sorted(line["us"])) for line in lines_of(tmp_path, "phases")]
-    kinds = {"fused_eager": ["backward", "exchange", "forward", "inversion"]}
+    kinds = {"fused_eager": ["backward", "exchange", "forward", "sort"]}
     assert phases == [
         (case, method, kinds.get(method, ["backward", "exchange", "forward"]))
         for case in cases
@@ -68,7 +68,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     assert all("replicated: t5 t8" in line["text"] for line in lines_of(tmp_path, "placement"))
     assert (tmp_path / "dlrm_embedding.png").read_bytes().startswith(b"\x89PNG")
     printed = " ".join(capsys.readouterr().out.split())
-    assert "correct" in printed and "x best" in printed and "inversion" in printed and "replicated: t5 t8" in printed
+    assert "correct" in printed and "x best" in printed and "sort" in printed and "replicated: t5 t8" in printed
     _check_documents_table(tmp_path, cases)
 
 

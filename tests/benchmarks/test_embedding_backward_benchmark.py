@@ -17,7 +17,7 @@ from persistent_ops.testing.record import read_lines, select
 SMALL = ("--configs", "B512_T32_P10")
 NARROW = (*SMALL, "--wire-dtype", "bf16")
 BITS16 = ("--configs", "B16384_T26_P20_D128_fp16")
-OURS = ["fused", "fused_eager", "forward_backward", "inversion", "kernel", "kernel_alone"]
+OURS = ["fused", "fused_eager", "forward_backward", "sort", "kernel", "kernel_alone"]
 METHODS = ["fused", "fused_eager", "unfused_torch", *OURS[2:], "exchange"]
 
 pytestmark = pytest.mark.host
@@ -66,7 +66,7 @@ def _check_limits(line: dict[str, Any], ceilings: dict[str, Any]) -> None:
     shape, method = line["shape"], line["method"]
     output = shape["batch"] * shape["tables"] * shape["dim"] * 4
     rows, sent = line["unique_rows"] * shape["dim"] * 4, output / 2
-    if method in ("inversion", "exchange"):
+    if method in ("sort", "exchange"):
         assert "limit_us" not in line and line["sent_bytes"] == (sent if method == "exchange" else 0)
         return
     # (3 - 2 / P) O + 2 U w + 8 N, and states: a sector of 32 bytes has those of eight rows or fewer.

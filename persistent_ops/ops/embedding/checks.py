@@ -143,7 +143,7 @@ def check_split(
 
 
 def check_gradient(gradient: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    """Raise for what the kernel would misread; the inversion checks the lookups."""
+    """Raise for what the kernel would misread; the sort by row checks the lookups."""
     for t, weight in enumerate(weights):
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_contiguous():
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor")

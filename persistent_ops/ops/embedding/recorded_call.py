@@ -61,7 +61,7 @@ class _OfExchange:
     """The same, where an input exchange has left them.
 
     Attributes:
-        factors: all floats of the regions, among which the inversion numbers the weights; None where there are none.
+        factors: all floats of the regions, among which the sort by row numbers the weights; None where there are none.
     """
 
     def __init__(self, lookups: Lookups) -> None:

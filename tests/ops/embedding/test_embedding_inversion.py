@@ -1,4 +1,4 @@
-"""The inversion of an embedding batch: the bits of a stable sort, for any lookups; in turn, in graphs; misuse."""
+"""The sort by row of an embedding batch: the bits of a stable sort, for any lookups; in turn, in graphs; misuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inversion of an embedding batch under ThreadSanitizer: silent, and loud without parts of its protocol."""
+"""The sort by row of an embedding batch under ThreadSanitizer: silent, and loud without parts of its protocol."""
 
 from __future__ import annotations
 
