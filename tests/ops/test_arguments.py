@@ -208,17 +208,17 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         r"offsets: expected T \* B \+ 1 = 2 \* 4 \+ 1 = 9 elements, got 7",
     ),
     # per_sample_weights
-    "factors of float16": (
+    "per-sample weights of float16": (
         lambda: {"per_sample_weights": factors(dtype=torch.float16)},
         TypeError,
         r"per_sample_weights: expected float32, got torch\.float16",
     ),
-    "factors on another device": (
+    "per-sample weights on another device": (
         lambda: {"per_sample_weights": factors(device="meta")},
         ValueError,
         "per_sample_weights: expected a tensor on (cpu|cuda:0), got one on meta",
     ),
-    "too few factors": (
+    "too few per-sample weights": (
         lambda: {"per_sample_weights": factors()[1:]},
         ValueError,
         r"per_sample_weights: expected shape \[12\], got \[11\]",
@@ -346,7 +346,13 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
 
 
 # In these the set of tables and the plan are known from a call that was right; only the lookups change.
-KNOWN = ["indices on another device", "two-dimensional offsets", "too few factors", "ordinary out", "pooling"]
+KNOWN = [
+    "indices on another device",
+    "two-dimensional offsets",
+    "too few per-sample weights",
+    "ordinary out",
+    "pooling",
+]
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def embedding_all_to_all(
             that passed them to `exchange`.
         offsets: `[T * B + 1]`, int32 or int64, feature-major: bag (t, b) of the global batch B is
             indices[offsets[t * B + b] : offsets[t * B + b + 1]]. An empty bag gives zeros.
-        per_sample_weights: `[n]`, float32, factors of the rows; with pooling "sum" only.
+        per_sample_weights: `[n]`, float32, one for each lookup's row; with pooling "sum" only.
         pooling: "sum", or "mean" (over the entries that are not skipped).
         out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead; it
             begins at a multiple of 16 bytes, and overlaps nothing that is read.
@@ -305,7 +305,7 @@ def pool_alone(
         weights: T tables `[R_t, D_t]`, at least one, as for `embedding_all_to_all`.
         indices: `[n]`, int32 or int64.
         offsets: `[T * B + 1]`, int32 or int64, feature-major.
-        per_sample_weights: `[n]`, float32, factors of the rows; with pooling "sum" only.
+        per_sample_weights: `[n]`, float32, one for each lookup's row; with pooling "sum" only.
         pooling: "sum" or "mean".
         bounds: as of `embedding_all_to_all`; with "ignore" the last offset may come before the last index.
 

@@ -160,7 +160,7 @@ def _name_of(count: int, first: weakref.ref[torch.Tensor] | None) -> str:
 def _sparse_gradients(
     call: EmbeddingCall, gradient: torch.Tensor, inputs: Inputs, *, wants_factors: bool, forward_pass: int
 ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
-    """Return the tables' gradients, coalesced, and the factors'. Collective; waits on the host.
+    """Return the tables' gradients, coalesced, and the per-sample weights'. Collective; waits on the host.
 
     Of tables that are one tensor, the first that requires a gradient has it, the sum for all of them.
     """

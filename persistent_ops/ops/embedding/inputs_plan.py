@@ -142,7 +142,7 @@ class InputsLayout(NamedTuple):
         num_features: that every PE's lookups have.
         max_batch: the most samples of a PE.
         index_dtype: of the lookups in the owners' regions.
-        is_weighted: whether they have factors.
+        is_weighted: whether they have per-sample weights.
         number: which one it is.
         order: of each slot, a number by which the gradients of a weight that goes to several are put in order.
     """

@@ -53,7 +53,7 @@ class OfBatch(NamedTuple):
         return invert(world, rows, self.indices, self.offsets, counts=counts, lookups=has_factors, room_for=room_for)
 
     def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the factors' gradients as the caller has the factors."""
+        """Return the per-sample weights' gradients as the caller has the weights."""
         return gradients
 
 

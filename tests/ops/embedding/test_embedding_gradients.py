@@ -213,7 +213,7 @@ def _pool(case: Case, tables: Sequence[torch.Tensor], iteration: int, **options:
 
 
 class _SparseTrial(Trial):
-    """Sparse gradients of tables, and those of factors."""
+    """Sparse gradients of tables, and those of per-sample weights."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
