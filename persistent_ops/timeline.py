@@ -1,4 +1,4 @@
-"""Timelines of launches, of every work-group on every PE: `persistent_ops.trace`."""
+"""Timelines of launches, of every CTA on every PE: `persistent_ops.trace`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Timeline:
         return found
 
     def draw(self, path: str | os.PathLike[str], operator: str | None = None, launch: int = -1) -> None:
-        """Draw one launch: a panel for each PE, a line for each work-group, as figure 11 of the paper does.
+        """Draw one launch: a panel for each PE, a line for each CTA, as figure 11 of the paper does.
 
         Args:
             path: of the figure.
@@ -216,9 +216,9 @@ def _kind_of_wait(what: str) -> str:
 
 @contextlib.contextmanager
 def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 20) -> Iterator[Timeline]:
-    """Record what every work-group does in the launches of this context. Collective.
+    """Record what every CTA does in the launches of this context. Collective.
 
-    Inside, operators take kernels of their own that leave a timeline behind: begin and end of each work-group, when it
+    Inside, operators take kernels of their own that leave a timeline behind: begin and end of each CTA, when it
     worked for itself and for others, each wait with whom and what for, each flag that it sent. They are compiled at
     first use, as at any first call, so a CUDA graph traces if it was captured inside, behind a first call there; what
     it does behind the context is not recorded. Other launches are as ever.
@@ -226,7 +226,7 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
     Args:
         path: of a JSON file for Perfetto (https://ui.perfetto.dev) and chrome://tracing, which PE 0 writes; None for
             none.
-        capacity: bytes of device memory for timelines, about 2 KiB for each work-group of each launch. What finds no
+        capacity: bytes of device memory for timelines, about 2 KiB for each CTA of each launch. What finds no
             room is dropped, and counted.
 
     Yields:
@@ -428,7 +428,7 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
             for what, spans, place in bars:
                 pieces = [((first - begin) / 1e3, (last - first) / 1e3) for first, last in spans]
                 axes.broken_barh(pieces, (wg.wg + place - 0.13, 0.26), color=_COLORS[what])
-        axes.set(xlabel="us", ylabel="work-group", title=f"PE {pe}")
+        axes.set(xlabel="us", ylabel="CTA", title=f"PE {pe}")
         axes.yaxis.get_major_locator().set_params(integer=True)
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in _COLORS.values()]
     figure.legend(handles, list(_COLORS), loc="lower center", ncols=len(_COLORS), fontsize=8)
