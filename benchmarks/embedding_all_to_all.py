@@ -227,7 +227,7 @@ class EmbeddingAllToAll(Experiment[_Case]):
 
     @classmethod
     def draw(cls, lines: Sequence[_Line], path: Path) -> None:
-        """Draw the normalised times, and the two schedules with their skew, as the paper's figures 8 and 14 do."""
+        """Draw the normalized times, and the two schedules with their skew, as the paper's figures 8 and 14 do."""
         pes = max(unique(select(lines, "run"), "pes"))
         times, skews = _groups(select(lines, "time", pes=pes)), _groups(select(lines, "skew"))
         width = 1.4 * max(6, len(_groups(select(lines, "time"))), len(skews))

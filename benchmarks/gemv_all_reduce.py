@@ -222,7 +222,7 @@ class GemvAllReduce(Experiment[str]):
 
     @classmethod
     def draw(cls, lines: Sequence[_Line], path: Path) -> None:
-        """Draw the normalised times as the paper's figure 9 does; then worlds beside each other, and the GEMV alone."""
+        """Draw the normalized times as the paper's figure 9 does; then worlds beside each other, and the GEMV alone."""
         times = select(lines, "time")
         worlds = sorted(pes for pes in unique(times, "pes") if pes > 1)
         panels = ["fused"] * bool(worlds) + ["worlds"] * (len(worlds) > 1)

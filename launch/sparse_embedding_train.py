@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=float, default=value, help=f"{text} (default {value:g})")
-    parser.add_argument("--words", default=",".join(default.words), help="whose neighbours are printed, with commas")
+    parser.add_argument("--words", default=",".join(default.words), help="whose neighbors are printed, with commas")
     parser.add_argument("--output", default=default.output, help=f"folder (default {default.output})")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
     add_common_options(parser, limit=3600.0, host_pes="2 to 4")

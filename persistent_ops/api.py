@@ -47,10 +47,10 @@ def init(
     """Join the world of this job.
 
     Collective and blocking. The environment says who the peers are: torchrun, Hydra (nvshmrun, mpiexec.hydra), Open
-    MPI, Slurm's srun or `po.launch`; without any of them the world has one PE. An initialised torch.distributed is used
+    MPI, Slurm's srun or `po.launch`; without any of them the world has one PE. An initialized torch.distributed is used
     instead where there is one.
 
-    On "cuda" a PE takes torch's current device where this process has initialised CUDA, as `torch.cuda.set_device` does
+    On "cuda" a PE takes torch's current device where this process has initialized CUDA, as `torch.cuda.set_device` does
     and any other use of a GPU; else the device of the launcher's local rank (LOCAL_RANK and its like), also where
     `group` is a part of the job; else that of its place among the group's ranks on this host. It becomes the current
     device. PEs that share a GPU are warned; where GPUs are too few, equally many PEs go on each.
@@ -72,7 +72,7 @@ def init(
 
     Raises:
         ValueError: an argument is out of range.
-        RuntimeError: already initialised.
+        RuntimeError: already initialized.
         BootstrapError: a PE is missing, dead, numbered twice or of another job, the launcher's environment
             contradicts itself, or some GPUs carry more PEs than others.
         BackendUnavailableError: the backend cannot run here, or PEs chose different ones.
@@ -115,7 +115,7 @@ def device() -> torch.device:
 
 
 def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Allocate an uninitialised tensor in the symmetric heap, at the same offset on every PE.
+    """Allocate an uninitialized tensor in the symmetric heap, at the same offset on every PE.
 
     Collective and blocking; every PE passes the same size and dtype, in the same order of calls.
 

@@ -244,7 +244,7 @@ def _links(num_gpus: int, can_access: Callable[[int, int], bool]) -> list[Findin
 
 
 def _nvlinks(status: str) -> dict[int, str]:
-    """Summarise `nvidia-smi nvlink --status`: {GPU: "18 x 26.562 GB/s"}."""
+    """Summarize `nvidia-smi nvlink --status`: {GPU: "18 x 26.562 GB/s"}."""
     summary: dict[int, str] = {}
     for block in re.split(r"^(?=GPU \d+:)", status, flags=re.MULTILINE):
         head = re.match(r"GPU (\d+):", block)

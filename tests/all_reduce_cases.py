@@ -52,7 +52,7 @@ def sum_model(inputs: Inputs) -> torch.Tensor:
 
 
 def _tree(values: torch.Tensor) -> torch.Tensor:
-    """Add up the last dimension of 32 as a tree of neighbours."""
+    """Add up the last dimension of 32 as a tree of neighbors."""
     while values.shape[-1] > 1:
         values = values[..., 0::2] + values[..., 1::2]
     return values[..., 0]

@@ -34,7 +34,7 @@ from persistent_ops.runtime.nvshmem_end import runs_on
 
 __all__ = ["in_processes"]
 
-_NOT_STARTED = "NVSHMEM did not initialise"
+_NOT_STARTED = "NVSHMEM did not initialize"
 _JOINED = "joined"  # what a PE says when it has opened a world
 _SIZES = (1, 2, 3, 4)  # of most worlds
 _Pes = list[tuple[BaseProcess, Connection]]

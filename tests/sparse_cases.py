@@ -165,7 +165,7 @@ def edges(d: Draw) -> torch.Tensor:
 
 
 def runs(d: Draw) -> torch.Tensor:
-    """Runs of neighbouring rows, in order, each row twice."""
+    """Runs of neighboring rows, in order, each row twice."""
     begins = torch.randint(d.rows - 70, (4,), generator=d.own)
     return torch.cat([torch.arange(70) + begin for begin in begins]).repeat_interleave(2).sort().values
 
@@ -423,7 +423,7 @@ class Room:
         """
         indices, values, count = self._indices.cpu(), self._values.cpu(), self._count.cpu().tolist()
         if count != [UNTOUCHED_INDEX, len(want.indices), UNTOUCHED_INDEX]:
-            return f"the count and its neighbours are {count}, expected {len(want.indices)} in the middle"
+            return f"the count and its neighbors are {count}, expected {len(want.indices)} in the middle"
         filled = 0 if is_full else count[1]
         if bool((indices[filled:] != UNTOUCHED_INDEX).any()) or bool((values[filled:] != UNTOUCHED).any()):
             return f"rows behind the first {filled} were written"

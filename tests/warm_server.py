@@ -39,7 +39,7 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 def _has_used_cuda() -> bool:
-    """Return whether the driver has been initialised in this process, which makes it useless in those it forks."""
+    """Return whether the driver has been initialized in this process, which makes it useless in those it forks."""
     with contextlib.suppress(OSError):
         return bool(
             ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED
@@ -114,7 +114,7 @@ def _leave(code: int) -> None:
     os._exit(code & 0xFF)
 
 
-assert not _has_used_cuda(), "an import has initialised CUDA, so PEs on GPUs cannot be forked behind it"
+assert not _has_used_cuda(), "an import has initialized CUDA, so PEs on GPUs cannot be forked behind it"
 _request = _next_program(socket.socket(fileno=int(sys.argv[1])))
 _code = 0
 try:

@@ -17,7 +17,7 @@ from .methods import Methods
 __all__ = ["TOLERANCE", "check_methods", "reference"]
 
 # Largest difference from torch's result, relative to the largest magnitude, by the result's dtype. fp32: sums of up to
-# some hundred rows, perhaps in another order. bf16: both round an fp32 sum once, so neighbours are one unit in the last
+# some hundred rows, perhaps in another order. bf16: both round an fp32 sum once, so neighbors are one unit in the last
 # place apart.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2.0**-7}
 

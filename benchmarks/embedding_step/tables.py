@@ -153,7 +153,7 @@ class StepTables:
         )
 
     def _laid_out(self, spread: Sequence[Slot]) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Return memory of each table, whose slices here are neighbours, and states by the address of a slice."""
+        """Return memory of each table, whose slices here are neighbors, and states by the address of a slice."""
         tables, states = self.vectors
         memory: dict[int, torch.Tensor] = {}
         of_slices: dict[int, torch.Tensor] = {}

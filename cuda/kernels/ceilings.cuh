@@ -93,7 +93,7 @@ PO_FN void update_rows(const WorkGroup& wg, const Call& call) {
   }
 }
 
-// Tile i of this PE's order: neighbouring tiles go to different peers, and each PE begins with another one.
+// Tile i of this PE's order: neighboring tiles go to different peers, and each PE begins with another one.
 PO_FN uint8_t* tile_target(const Team& team, const Call& call, int64_t i) {
   const int num_peers = team.size - 1;
   const int hop = team.rank + 1 + static_cast<int>(i % num_peers);

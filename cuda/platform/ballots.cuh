@@ -36,7 +36,7 @@ PO_FN uint32_t lanes_alike([[maybe_unused]] const Warp& warp, uint32_t lanes, ui
 }
 
 // The sum of values of which a tile's lanes have kCount each; value i of a lane is number rank + i * lanes. Added up as a tree of
-// neighbours within 32 of them, and these sums to `total` in their order, so that it does not matter how many lanes a tile has.
+// neighbors within 32 of them, and these sums to `total` in their order, so that it does not matter how many lanes a tile has.
 // All lanes get it.
 template <class Tile, int kCount>
 PO_FN float sum_by_trees([[maybe_unused]] const Tile& tile, float (&values)[kCount], float total) {

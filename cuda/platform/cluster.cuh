@@ -1,4 +1,4 @@
-// Clusters: kClusterSize<> WGs with neighbouring indices, which become resident together and reach each other's shared
+// Clusters: kClusterSize<> WGs with neighboring indices, which become resident together and reach each other's shared
 // memory. On the host its WGs are threads like all others, with one more barrier.
 #pragma once
 

@@ -138,7 +138,7 @@ struct Lanes {
 using Warp = Lanes<32>;
 
 // The sum of 32 values, of which each lane of a warp has some: value i of a lane is number rank + i * size of all. Added up as a
-// tree of neighbours, so the order is the same on both backends; all lanes get it.
+// tree of neighbors, so the order is the same on both backends; all lanes get it.
 template <int kCount>
 PO_FN float tree_sum([[maybe_unused]] const Warp& warp, float (&values)[kCount]) {
   static_assert(kCount * kWarpSize == 32, "32 values in all");

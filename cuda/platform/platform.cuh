@@ -22,7 +22,7 @@
 
 namespace po {
 
-// What a kernel is compiled for. Who compiles it otherwise specialises these before anything else (`KernelRequest` in
+// What a kernel is compiled for. Who compiles it otherwise specializes these before anything else (`KernelRequest` in
 // runtime/backend.py).
 
 // Whether it leaves a timeline behind (trace.cuh).

@@ -241,7 +241,7 @@ struct VectorOf {
   }
 
  private:
-  // One flat loop, which the compiler vectorises.
+  // One flat loop, which the compiler vectorizes.
   template <int kVectors, class Update>
   static void for_each_sum(float (&sums)[kVectors][kCount], int num_vectors, const Update& update) {
     float* __restrict first = &sums[0][0];

@@ -70,7 +70,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   const Group group;
   BagFindings findings;
 
-  // Offsets are sanitised as they are read: within the stream, and never falling.
+  // Offsets are sanitized as they are read: within the stream, and never falling.
   const auto* offsets = static_cast<const typename Shape::Offset*>(in.offsets);
   int64_t begin = 0;
   int32_t length = 0;

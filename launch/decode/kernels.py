@@ -84,7 +84,7 @@ def _attend_step(
     """Let one row of each sequence attend; returns `[N, H*G*D]`.
 
     The scores of so few rows are sums, not a product, so that they are one kernel with their scale. Slots come before
-    query heads: neighbours share a key.
+    query heads: neighbors share a key.
     """
     keys, values = cache.unbind(0)
     scores = (keys[:, :, :, None].float() * query[:, :, None].float()).sum(-1)  # [N, H, L, G]

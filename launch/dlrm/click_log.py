@@ -32,7 +32,7 @@ _READ_SAMPLES = 16384
 def _hash(*key: int | IntArray | _Words) -> _Words:
     """Mix integers, broadcast against one another, into 64 random-looking bits.
 
-    The finaliser of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014),
+    The finalizer of splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014),
     applied after every word: a number depends on its key alone, in whatever order and process it is asked for.
     """
     state = np.full(1, 0x9E3779B97F4A7C15, np.uint64)

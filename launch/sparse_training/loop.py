@@ -22,7 +22,7 @@ from persistent_ops.testing.progress import progress_bar
 
 from . import checkpoint
 from .batches import Batches
-from .model import WordVectors, neighbours
+from .model import WordVectors, neighbors
 from .options import Options
 from .overlap import seconds_per_pass
 from .text import Corpus, read_corpus
@@ -30,7 +30,7 @@ from .text import Corpus, read_corpus
 __all__ = ["read_text", "run_pe"]
 
 _LOSS_STEPS = 10  # between sums of the losses over the PEs, which the host waits for
-_NEIGHBOURS = 5
+_NEIGHBORS = 5
 
 
 def read_text(options: Options) -> Corpus:
@@ -164,13 +164,13 @@ class _Pe:
                 optimizer.step()
         return dict(self.exchange({"losses": losses, "norms": norms})[0])
 
-    def neighbours(self) -> dict[str, list[tuple[str, float]]]:
+    def neighbors(self) -> dict[str, list[tuple[str, float]]]:
         """Return the nearest words of those asked for, of which the text has some."""
         numbers = {word: number for number, word in enumerate(self.corpus.words)}
         found = {}
         for word in self.options.words:
             if word in numbers:
-                nearest = neighbours(self.model.context.weight.detach(), numbers[word], _NEIGHBOURS)
+                nearest = neighbors(self.model.context.weight.detach(), numbers[word], _NEIGHBORS)
                 found[word] = [(self.corpus.words[row], cosine) for row, cosine in nearest]
         return found
 
@@ -190,7 +190,7 @@ def run_pe(options: Options) -> dict[str, Any]:
         What was done and measured, what JSON can carry: `losses` of all steps; `first_step` of this run; `norms` of
         its first gradients; `one_process`, what one process has instead; `same_bits`, whether the PEs' tables are
         equal; `timed_steps` and `seconds` of training; `passes`, seconds per forward and backward pass (see
-        `overlap.seconds_per_pass`); `neighbours` by word; and what was run on what.
+        `overlap.seconds_per_pass`); `neighbors` by word; and what was run on what.
 
     Raises:
         ValueError: the text or the checkpoint does not do.
@@ -234,5 +234,5 @@ def _run(pe: _Pe) -> dict[str, Any]:
         "timed_steps": timed_steps,
         "seconds": max(pe.exchange(seconds)),
         "passes": passes,
-        "neighbours": pe.neighbours(),
+        "neighbors": pe.neighbors(),
     }

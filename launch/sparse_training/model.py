@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from .batches import Batch
 
-__all__ = ["WordVectors", "neighbours"]
+__all__ = ["WordVectors", "neighbors"]
 
 
 class WordVectors(torch.nn.Module):
@@ -41,7 +41,7 @@ class WordVectors(torch.nn.Module):
         return -F.logsigmoid(scores * signs).sum()
 
 
-def neighbours(vectors: torch.Tensor, row: int, count: int) -> list[tuple[int, float]]:
+def neighbors(vectors: torch.Tensor, row: int, count: int) -> list[tuple[int, float]]:
     """Return the rows of a table that point most nearly where a given one does, with their cosines."""
     unit = F.normalize(vectors.float(), dim=1)
     cosines = unit @ unit[row]

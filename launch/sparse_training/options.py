@@ -33,7 +33,7 @@ class Options:
         is_resumed: go on from the checkpoint in `output`.
         check_steps: steps that one PE repeats alone, with the whole batch and without the operator; 0 for none.
         overlap_steps: steps of each of the three ways that are timed at the end; 0 for none.
-        words: whose neighbours are printed.
+        words: whose neighbors are printed.
         timeout: seconds that the PEs wait for each other.
         trace: file for a timeline of all launches, or None.
     """

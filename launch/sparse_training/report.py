@@ -103,8 +103,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"[green]correct[/]: {told}all PEs have the same bits", highlight=False)
     if report["passes"]:
         _print_passes(report, console)
-    if report["neighbours"]:
-        _print_neighbours(report["neighbours"], console)
+    if report["neighbors"]:
+        _print_neighbors(report["neighbors"], console)
     folder = escape(options["output"])
     console.print(f"what was written is in {folder}; --resume --steps {2 * options['steps']} goes on", highlight=False)
     for line in caveat(report):
@@ -134,7 +134,7 @@ def _print_passes(report: dict[str, Any], console: Console) -> None:
     console.print(text, highlight=False)
 
 
-def _print_neighbours(found: dict[str, list[tuple[str, float]]], console: Console) -> None:
+def _print_neighbors(found: dict[str, list[tuple[str, float]]], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     table.add_column("word")
     table.add_column("nearest, with the cosine")

@@ -31,7 +31,7 @@ __all__ = ["TOLERANCE", "PeReport", "differences", "run_pe"]
 # Largest difference that is accepted, relative to the largest magnitude in the table's columns.
 # fp32: both sides add at most some hundred rows in fp32, perhaps in another order; each addition rounds by 2^-24 of a
 # partial sum, and 1e-5 leaves an order of magnitude over that. bf16, fp16: both round an fp32 sum once, and sums that
-# differ in their last bits may round to neighbours, which are one unit in the last place (2^-7, 2^-10) apart.
+# differ in their last bits may round to neighbors, which are one unit in the last place (2^-7, 2^-10) apart.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-10}
 
 # Of a GPU's free memory, what tables may take: the rest is for lookups, outputs and the reference's buffers.

@@ -270,7 +270,7 @@ class _Unused:
         self._is_armed = False
 
     def after_forward(self, module: DistributedDataParallel, inputs: Any, output: Any) -> None:
-        """Note that a backward pass will synchronise; in no_sync() nothing may be made up."""
+        """Note that a backward pass will synchronize; in no_sync() nothing may be made up."""
         if torch.is_grad_enabled() and module.require_backward_grad_sync:
             self._is_armed = True
 

@@ -119,7 +119,7 @@ def all_reduce_rms_norm(
             without a scale.
 
     Collective, stream and CUDA graph as for `all_reduce`; `scale` is read by the kernel.
-    Source: the fusion of vLLM, FlashInfer and TensorRT-LLM (all-reduce + residual + RMSNorm + quantisation).
+    Source: the fusion of vLLM, FlashInfer and TensorRT-LLM (all-reduce + residual + RMSNorm + quantization).
     """
     numbers = (as_number("eps", eps), as_number("weight_bias", weight_bias))
     arguments = (x, weight, residual, bias, scale, algorithm, *numbers)

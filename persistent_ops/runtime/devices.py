@@ -35,7 +35,7 @@ def choose_device(count: int, *, current: int | None, of_job: Numbers | None, of
 
     Args:
         count: GPUs that this process sees, at least 1.
-        current: torch's current device where this process has initialised CUDA, which setting a device does; else
+        current: torch's current device where this process has initialized CUDA, which setting a device does; else
             None.
         of_job: what the launcher said, where it said something.
         of_world: this PE among the world's on this host.

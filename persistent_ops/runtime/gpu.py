@@ -244,7 +244,7 @@ class GpuBackend:
                 initializer_method="uid",
             )
             if bindings.init_status() < 2:
-                raise BackendUnavailableError(f"NVSHMEM did not initialise (status {bindings.init_status()})")
+                raise BackendUnavailableError(f"NVSHMEM did not initialize (status {bindings.init_status()})")
             try:
                 return nvshmem.buffer(self.heap_bytes)
             except BaseException as error:
@@ -267,7 +267,7 @@ class GpuBackend:
         if (me, n_pes) != (bootstrap.rank, bootstrap.world_size):
             raise BootstrapError(
                 f"NVSHMEM numbers this PE {me} of {n_pes}, the launcher {bootstrap.rank} of {bootstrap.world_size}; "
-                "was NVSHMEM initialised earlier in this process?"
+                "was NVSHMEM initialized earlier in this process?"
             )
         heaps = [int(self._bindings.ptr(self.heap_base, pe) or 0) for pe in range(n_pes)]
         heaps[bootstrap.rank] = self.heap_base

@@ -34,7 +34,7 @@ class TensorMaps:
         """Return the map of a matrix.
 
         Args:
-            matrix: `[rows, columns]`, float32, float16 or bfloat16, on the device; neighbours in a row lie side by
+            matrix: `[rows, columns]`, float32, float16 or bfloat16, on the device; neighbors in a row lie side by
                 side, and rows begin at multiples of 16 bytes.
             box: rows and columns of a tile.
             swizzle: 0, or bytes of a tile's row within which a tile is swizzled: 32, 64 or 128.

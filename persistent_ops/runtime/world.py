@@ -450,7 +450,7 @@ def current() -> World:
     world = _thread_worlds.world or _process_world
     if world is None:
         _refuse_fork()
-        raise RuntimeError("persistent_ops is not initialised in this process: call persistent_ops.init() first")
+        raise RuntimeError("persistent_ops is not initialized in this process: call persistent_ops.init() first")
     return world
 
 
@@ -472,7 +472,7 @@ def for_call() -> World:
 def refuse_second() -> None:
     """Raise where this process, or this PE's thread, has a world or may have none."""
     if is_initialized():
-        raise RuntimeError("persistent_ops is already initialised here: call persistent_ops.finalize() first")
+        raise RuntimeError("persistent_ops is already initialized here: call persistent_ops.finalize() first")
     _refuse_fork()
 
 

@@ -56,7 +56,7 @@ def read_batches(path: str | Path, *, batch_size: int, num_rows: Sequence[int]) 
     """Read a Criteo-format file batch by batch.
 
     Only one batch is held in memory. The separator is taken from the first line; a header line is skipped; a file that
-    is compressed with gzip is recognised by its first bytes.
+    is compressed with gzip is recognized by its first bytes.
 
     Args:
         path: the file.

@@ -57,7 +57,7 @@ class ZipfSampler:
 
     @functools.cached_property
     def _head(self) -> npt.NDArray[np.float64]:
-        """Cumulative, unnormalised mass of the ranks that are summed exactly."""
+        """Cumulative, unnormalized mass of the ranks that are summed exactly."""
         ranks = np.arange(1, min(self.num_rows, _NUM_HEAD_RANKS) + 1, dtype=np.float64)
         return np.cumsum(ranks**-self.exponent)
 
@@ -92,7 +92,7 @@ class ZipfSampler:
         return np.minimum(ranks, self.num_rows)  # rounding at the very end of the distribution
 
     def rows(self, ranks: IntArray) -> IntArray:
-        """Map ranks of 1 .. num_rows to distinct rows of 0 .. num_rows - 1, neighbours far apart."""
+        """Map ranks of 1 .. num_rows to distinct rows of 0 .. num_rows - 1, neighbors far apart."""
         return ((ranks - 1) * _stride(self.num_rows)) % self.num_rows
 
     def draw(self, generator: np.random.Generator, count: int) -> IntArray:

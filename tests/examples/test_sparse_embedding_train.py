@@ -22,7 +22,7 @@ from rich.console import Console
 from sparse_training import report as training_report
 from sparse_training.batches import Batch, Batches
 from sparse_training.loop import read_text, run_pe
-from sparse_training.model import WordVectors, neighbours
+from sparse_training.model import WordVectors, neighbors
 from sparse_training.options import Options
 from sparse_training.text import Corpus, read_corpus
 
@@ -201,12 +201,12 @@ def test_the_first_vectors_depend_on_the_seed_alone() -> None:
     assert float(scores.detach()) == pytest.approx(3 * math.log(2), rel=1e-6)
 
 
-def test_neighbours_point_the_same_way() -> None:
+def test_neighbors_point_the_same_way() -> None:
     vectors = torch.tensor([[1.0, 0.0], [10.0, 0.1], [0.0, 3.0], [-2.0, 0.0], [0.5, 0.5]])
-    found = neighbours(vectors, 0, 3)
+    found = neighbors(vectors, 0, 3)
     assert [row for row, _ in found] == [1, 4, 2]
     assert [cosine for _, cosine in found] == pytest.approx([0.99995, 0.70711, 0.0], abs=1e-5)
-    assert len(neighbours(vectors, 2, 9)) == 4
+    assert len(neighbors(vectors, 2, 9)) == 4
 
 
 # ---- training ------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_ended(backend: str, text: P
     second = run(options_of(text, parts, steps=13, is_resumed=True, check_steps=4), 2, backend)
     assert second["losses"] == whole["losses"] and second["first_step"] == 7
     assert len(second["one_process"]["losses"]) == 4 and training_report.passed(second)
-    assert second["neighbours"] == whole["neighbours"]
+    assert second["neighbors"] == whole["neighbors"]
     assert not list(parts.glob("*.part"))
     (parts / "checkpoint.pt").write_bytes(kept)
     alone = run(options_of(text, parts, steps=13, is_resumed=True), 1, backend)  # another number of PEs
@@ -346,7 +346,7 @@ def good_report() -> dict[str, Any]:
         "timed_steps": 2,
         "seconds": 0.5,
         "passes": {"hook": 0.010, "after": 0.012, "none": 0.008},
-        "neighbours": {"file": [("open", 0.75)]},
+        "neighbors": {"file": [("open", 0.75)]},
         "shares_gpu": False,
     }
 

@@ -507,7 +507,7 @@ def check_after_an_aborted_pass() -> list[str]:
     return problems
 
 
-def check_no_synchronisation() -> list[str]:
+def check_no_synchronization() -> list[str]:
     """In no_sync() a table that is not used keeps no gradient, whatever it is that makes DDP wait."""
     module = wrapped(Model(), may_be_unused=True, find_unused_parameters=True)
     without = on_device({"offset": torch.ones(DIM)})
@@ -551,7 +551,7 @@ CHECKS = {
         check_after_recovery,
         check_uneven_inputs,
         check_after_an_aborted_pass,
-        check_no_synchronisation,
+        check_no_synchronization,
         check_errors,
     )
 }
@@ -653,7 +653,7 @@ def alone_program(backend: str) -> list[str]:
 
 def test_what_is_missing_is_named(backend: str) -> None:
     without_world, without_group = in_processes(alone_program, 1, backend, timeout=120)[0]
-    assert "persistent_ops is not initialised" in without_world
+    assert "persistent_ops is not initialized" in without_world
     assert "torch.distributed has no default process group" in without_group
 
 

@@ -505,7 +505,7 @@ def test_tunings_without_room_are_refused(backend: str) -> None:
 
 
 def test_use_before_init_and_keywords() -> None:
-    with pytest.raises(RuntimeError, match=r"not initialised in this process: call persistent_ops\.init\(\) first"):
+    with pytest.raises(RuntimeError, match=r"not initialized in this process: call persistent_ops\.init\(\) first"):
         po.all_reduce(torch.ones(3))
     with pytest.raises(TypeError, match="positional"):
         po.all_reduce(torch.ones(3), torch.ones(3))  # type: ignore[misc]

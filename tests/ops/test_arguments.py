@@ -569,5 +569,5 @@ def test_wrong_arguments_of_the_functions_around_the_operators(backend: str) -> 
     for name, (_, text) in NO_TENSORS.items():
         assert outcomes[name].classes[0] == "TypeError" and re.search(text, outcomes[name].text), outcomes[name]
     assert outcomes["second init"].classes[0] == "RuntimeError"
-    assert "already initialised here: call persistent_ops.finalize() first" in outcomes["second init"].text
-    assert "not initialised in this process: call persistent_ops.init() first" in outcomes["after finalize"].text
+    assert "already initialized here: call persistent_ops.finalize() first" in outcomes["second init"].text
+    assert "not initialized in this process: call persistent_ops.init() first" in outcomes["after finalize"].text

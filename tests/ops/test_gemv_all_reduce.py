@@ -1,4 +1,4 @@
-"""gemv_all_reduce: exact bits, bounds and guarantees over worlds, transports and shapes; its behaviour in torch."""
+"""gemv_all_reduce: exact bits, bounds and guarantees over worlds, transports and shapes; its behavior in torch."""
 
 from __future__ import annotations
 

@@ -373,7 +373,7 @@ def test_right_arguments(backend: str) -> None:
 
 def test_use_before_init() -> None:
     assert not po.is_initialized()
-    with pytest.raises(RuntimeError, match=r"not initialised in this process: call persistent_ops\.init\(\) first"):
+    with pytest.raises(RuntimeError, match=r"not initialized in this process: call persistent_ops\.init\(\) first"):
         po.gemv_all_reduce(torch.ones(3, 4), torch.ones(4))
 
 

@@ -39,8 +39,8 @@ HEADER = """
 
 namespace po::suite_probe {
 
-inline constexpr Phase kPhaseNeighbour = make_phase(kFirstPhase, 4);  // half the time-out
-PO_CONSTANT(kPhaseNeighbour)
+inline constexpr Phase kPhaseNeighbor = make_phase(kFirstPhase, 4);  // half the time-out
+PO_CONSTANT(kPhaseNeighbor)
 enum InputErrorKind : uint64_t { kOddWord = 1 };
 PO_CONSTANT(kOddWord)
 
@@ -96,7 +96,7 @@ struct Kernel {
       const int previous = (team.rank + team.size - 1) % team.size;
       if (next != team.rank) {
         if (call.is_silent == 0) signal(team, next, ready_word_offset(team, team.rank, 0), launch_flag(team));
-        await_epoch(team, local_word(team, ready_word_offset(team, previous, 0)), kPhaseNeighbour, previous, 5);
+        await_epoch(team, local_word(team, ready_word_offset(team, previous, 0)), kPhaseNeighbor, previous, 5);
       }
       uint64_t added = 0;
       for (const uint64_t word : call.descriptor.words) added += word;
@@ -121,7 +121,7 @@ struct Kernel {
 PROBE = Operator(
     "suite_probe",
     (Field.flag("negates"), "count"),
-    phases={"kPhaseNeighbour": "the word of its neighbour (number {index})"},
+    phases={"kPhaseNeighbor": "the word of its neighbor (number {index})"},
     input_errors={"kOddWord": lambda record: ValueError(f"words: {record.value} at {record.outer}/{record.inner}")},
     changes={"table": OnAbort.REFUSE, "state": OnAbort.POISON},
     max_plans=4,
@@ -277,7 +277,7 @@ def test_a_wait_is_told_in_the_operators_words_and_has_its_share_of_the_time_out
 
     (first, waited, after), (_, _, after_too) = _run(program, operator_timeout=6.0)
     assert "waited 3.0" in first
-    assert "for PE 1: the word of its neighbour (number 5)" in first
+    assert "for PE 1: the word of its neighbor (number 5)" in first
     assert 2.9 < waited < 60
     assert after == after_too == 1 + 6
 

@@ -53,12 +53,12 @@ def test_every_half_survives_the_way_there_and_back(shim: ctypes.CDLL, name: str
 
 
 def float_samples(dtype: torch.dtype) -> torch.Tensor:
-    """Floats on, half way between, and next to half way between neighbouring halves; and of every exponent."""
+    """Floats on, half way between, and next to half way between neighboring halves; and of every exponent."""
     halves = all_halves(dtype).float()
     bits = halves.view(torch.int32).long()
     lost = 13 if dtype == torch.float16 else 16  # bits of a float's mantissa that a normal half does not keep
     near = [bits + (1 << lost - 1) + step for step in (-1, 0, 1)] + [bits - 1, bits, bits + 1]
-    # Subnormal halves are further apart: their middles are sums of neighbours.
+    # Subnormal halves are further apart: their middles are sums of neighbors.
     ordered = halves[halves.isfinite()].sort().values.double()
     middles = ((ordered[1:] + ordered[:-1]) / 2).float().view(torch.int32).long()
     near += [middles - 1, middles, middles + 1]
@@ -124,7 +124,7 @@ def round_with(shim: ctypes.CDLL, name: str, values: torch.Tensor, random: torch
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_mean_of_all_stochastic_roundings_is_the_value(shim: ctypes.CDLL, name: str) -> None:
-    """Exactly, where 16 bits are all that is behind the last place; each result is a neighbour."""
+    """Exactly, where 16 bits are all that is behind the last place; each result is a neighbor."""
     generator = torch.Generator().manual_seed(2)
     least = {"float16": 2.0**-14, "bfloat16": 2.0**-126}[name]
     normal = torch.randn(24, generator=generator) * torch.logspace(-3, 3, 24)
@@ -141,7 +141,7 @@ def test_the_mean_of_all_stochastic_roundings_is_the_value(shim: ctypes.CDLL, na
         assert len(kinds) <= 2 and kinds[0] <= value <= kinds[-1]
         if len(kinds) == 2:
             between = all_halves(DTYPES[name]).double()
-            assert not ((between > kinds[0]) & (between < kinds[1])).any(), "they are no neighbours"
+            assert not ((between > kinds[0]) & (between < kinds[1])).any(), "they are no neighbors"
 
 
 @pytest.mark.parametrize("name", DTYPES)

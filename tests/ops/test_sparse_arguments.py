@@ -561,7 +561,7 @@ def test_use_before_init() -> None:
             out_count=torch.arange(1),
         ),
     ):
-        with pytest.raises(RuntimeError, match=r"not initialised in this process: call persistent_ops\.init\(\) first"):
+        with pytest.raises(RuntimeError, match=r"not initialized in this process: call persistent_ops\.init\(\) first"):
             action()
 
 

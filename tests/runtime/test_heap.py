@@ -87,10 +87,10 @@ def _writes_to_every_peer(backend: str) -> list[str]:
         )
         if not torch.equal(board.cpu(), want):
             problems.append(f"iteration {iteration}: {board.tolist()}")
-        neighbour = (rank + 1) % world
-        row = po.peer_view(board[neighbour], neighbour)  # of a view with an offset
-        if row.tolist() != (torch.arange(5) + 1100 * neighbour + 10000 * iteration).tolist():
-            problems.append(f"iteration {iteration}, read from PE {neighbour}: {row.tolist()}")
+        neighbor = (rank + 1) % world
+        row = po.peer_view(board[neighbor], neighbor)  # of a view with an offset
+        if row.tolist() != (torch.arange(5) + 1100 * neighbor + 10000 * iteration).tolist():
+            problems.append(f"iteration {iteration}, read from PE {neighbor}: {row.tolist()}")
         po.barrier()
     source = torch.arange(12).view(3, 4).t() + rank  # neither contiguous nor in the heap
     copy = po.to_symmetric(source)
@@ -605,7 +605,7 @@ def test_free_list_against_a_model(steps: list[tuple[int, bool, int]]) -> None:
     for offset, size in taken.items():
         free_list.give(offset, size)
     assert free_list.free_bytes == _SIZE
-    assert free_list.take(_SIZE, from_top=False) == 0, "neighbouring blocks were not merged"
+    assert free_list.take(_SIZE, from_top=False) == 0, "neighboring blocks were not merged"
 
 
 # ---- the host backend's shared memory ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ BEFORE_INIT: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", BEFORE_INIT)
 def test_use_before_init(name: str) -> None:
     assert not po.is_initialized()
-    with pytest.raises(RuntimeError, match=r"not initialised in this process: call persistent_ops\.init\(\) first"):
+    with pytest.raises(RuntimeError, match=r"not initialized in this process: call persistent_ops\.init\(\) first"):
         BEFORE_INIT[name]()
 
 

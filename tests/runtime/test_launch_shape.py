@@ -20,7 +20,7 @@ from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.world import current, upload
 
 CUDA = Path(__file__).resolve().parents[2] / "cuda"
-# Every WG of a cluster brings a box of 8 rows to all of them, twice, and tells what its neighbour has of all boxes.
+# Every WG of a cluster brings a box of 8 rows to all of them, twice, and tells what its neighbor has of all boxes.
 HEADER = """
 #pragma once
 #include "platform/entry.cuh"
@@ -68,12 +68,12 @@ struct Kernel {
       }
       shared.landed.await(static_cast<uint32_t>(round));
       cluster.sync();
-      const uint8_t* neighbour = cluster.of(arena, (cluster.rank() + 1) % Cluster::kSize);
+      const uint8_t* neighbor = cluster.of(arena, (cluster.rank() + 1) % Cluster::kSize);
       float* found = call.found + (round * wg.count() + wg.index()) * (kHostArenaBytes / 4);
       for (int i = wg.rank(); i < kHostArenaBytes / 4; i += wg.size()) {
         const bool is_aligned = reinterpret_cast<uint64_t>(arena) % kArenaAlignment<> == 0;
         const auto place = swizzled(static_cast<uint32_t>(i) * 4, 128);
-        found[i] = is_aligned ? *reinterpret_cast<const float*>(neighbour + place) : -1;
+        found[i] = is_aligned ? *reinterpret_cast<const float*>(neighbor + place) : -1;
       }
       cluster.sync();
     }

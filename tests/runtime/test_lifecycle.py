@@ -97,7 +97,7 @@ if child == 0:
     trial("barrier", po.barrier)
     trial("empty", lambda: po.empty(4))
     trial("init", lambda: po.init("host"))
-    print("initialised:", po.is_initialized(), flush=True)
+    print("initialized:", po.is_initialized(), flush=True)
     po.finalize()
     sys.exit(3)
 deadline, ended = time.monotonic() + 30, 0
@@ -125,7 +125,7 @@ def test_a_forked_child_has_no_world_and_ends(size: int, transport: str) -> None
         told = dict(line.split(": ", 1) for line in out.splitlines())
         for name in ("operator", "barrier", "empty", "init"):
             assert "forked after persistent_ops.init()" in told[name] and "is no PE" in told[name], out
-        assert told["initialised"] == "False"
+        assert told["initialized"] == "False"
         assert told["parent"] == "finalized"
 
 

@@ -135,7 +135,7 @@ def test_groups_side_by_side(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.host
 def test_a_group_without_torch_distributed() -> None:
-    with pytest.raises(po.BootstrapError, match=r"torch\.distributed is not initialised"):
+    with pytest.raises(po.BootstrapError, match=r"torch\.distributed is not initialized"):
         po.init("host", group=object())
 
 

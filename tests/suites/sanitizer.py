@@ -199,7 +199,7 @@ def run_driver(program: Path, arguments: str, mutant: int = 0, *, may_crash: boo
     environment = {**os.environ, "TSAN_OPTIONS": options, "MUTANT": str(mutant)}
     command = [str(program), *arguments.split()]
     status, text = _run(command, environment)
-    if "unexpected memory mapping" in text:  # this kernel randomises more address bits than the sanitizer expects
+    if "unexpected memory mapping" in text:  # this kernel randomizes more address bits than the sanitizer expects
         command = ["setarch", "-R", *command]
         status, text = _run(command, environment)
     for _ in range(_RUNS if may_crash else 0):

@@ -234,7 +234,7 @@ def test_workers_that_crash_are_replaced(crashes: set[int], late: int) -> None:
 
 
 def test_a_world_whose_nvshmem_has_not_started_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = ["PE 1 of 2: NVSHMEM did not initialise (status 0)"] * 3 + ["PE 0 of 2: a problem"]
+    told = ["PE 1 of 2: NVSHMEM did not initialize (status 0)"] * 3 + ["PE 0 of 2: a problem"]
 
     def run(*arguments: Any, timeout: float) -> list[str]:
         if told:
@@ -244,7 +244,7 @@ def test_a_world_whose_nvshmem_has_not_started_is_started_again(monkeypatch: pyt
     monkeypatch.setattr(kept_pes, "_in_processes", run)
     with pytest.raises(AssertionError, match="a problem"):
         kept_pes.in_processes(run, 2, timeout=1.0)
-    with pytest.raises(AssertionError, match="did not initialise"):
+    with pytest.raises(AssertionError, match="did not initialize"):
         kept_pes.in_processes(run, 2, timeout=1.0)
     assert kept_pes.in_processes(run, 2, timeout=1.0) == ["done"]
 

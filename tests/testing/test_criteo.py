@@ -51,7 +51,7 @@ def test_reads_every_variant_of_the_format(tmp_path: Path, separator: str, compr
         lines.insert(0, separator.join(names))
     path = write(tmp_path / "day_0", lines)
     if compressed:
-        path.write_bytes(gzip.compress(path.read_bytes()))  # the name says nothing: the content is recognised
+        path.write_bytes(gzip.compress(path.read_bytes()))  # the name says nothing: the content is recognized
     batches = read(path)
     assert [batch.batch_size for batch in batches] == [4, 4, 3]
     check_samples(batches, 11)

@@ -36,7 +36,7 @@ class EmbeddingInputs:
     """Brings lookups to the owners of tables, in a launch that may run beside others.
 
     Each PE passes the lookups of its *own* samples, for all features; each owner gets, from every PE, those of its
-    tables, in a region per PE of its symmetric heap, without a host synchronisation. Regions are double: the next
+    tables, in a region per PE of its symmetric heap, without a host synchronization. Regions are double: the next
     batch arrives while this one's is read. Launches have a workspace of their own: on a stream of their own they may
     run beside the world's other launches (`run_beside`), with few WGs; otherwise all are put in the order of the calls,
     and each has the whole GPU.

@@ -1,4 +1,4 @@
-"""Recognising a list of tables that was passed before, at a cost of well under a microsecond per table.
+"""Recognizing a list of tables that was passed before, at a cost of well under a microsecond per table.
 
 A set is the same while the storages behind its tables live: their addresses alone would say the same of tables that
 were freed and allocated anew, and would say it on one PE and not on another. It is known by its tensor objects; what

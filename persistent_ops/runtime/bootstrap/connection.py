@@ -436,7 +436,7 @@ def connect(environment: LaunchEnvironment, timeout: float) -> Bootstrap:
 
 
 def from_group(group: Any, timeout: float) -> Bootstrap:
-    """Meet the PEs of an initialised torch.distributed process group. Collective over the group.
+    """Meet the PEs of an initialized torch.distributed process group. Collective over the group.
 
     Args:
         group: The process group, or None for the default one.
@@ -446,14 +446,14 @@ def from_group(group: Any, timeout: float) -> Bootstrap:
         The connection of this PE; its ranks are those of the group.
 
     Raises:
-        BootstrapError: torch.distributed is not initialised, this process is not in the group, or as in `connect`.
+        BootstrapError: torch.distributed is not initialized, this process is not in the group, or as in `connect`.
         ValueError: `timeout` is not a positive number.
     """
     import torch.distributed as dist
 
     deadline = time.monotonic() + _checked(timeout)
     if not (dist.is_available() and dist.is_initialized()):
-        raise BootstrapError("group was given, but torch.distributed is not initialised; call init_process_group first")
+        raise BootstrapError("group was given, but torch.distributed is not initialized; call init_process_group first")
     group = dist.group.WORLD if group is None else group
     rank = dist.get_rank(group)
     if rank < 0:

@@ -79,7 +79,7 @@ class PmiClient:
         """Tell Hydra that this process may leave without the job being killed."""
         mpi = sys.modules.get("mpi4py.MPI")
         if not self._open or self.pid != os.getpid() or (mpi is not None and mpi.Is_initialized()):
-            return  # An MPI that was initialised later shares the connection and finalises it itself.
+            return  # An MPI that was initialized later shares the connection and finalizes it itself.
         if self.failed or getattr(sys, "last_type", None) is not None:  # the latter: an exception ended the program
             return
         self._open = False

@@ -272,7 +272,7 @@ def _communicator(worker: Worker, deadline: float, *, start: bool) -> Any:
     try:
         return worker.call(load, deadline - time.monotonic())
     except TimeoutError:
-        raise BootstrapError("MPI was not initialised within the time-out; is one of the ranks missing?") from None
+        raise BootstrapError("MPI was not initialized within the time-out; is one of the ranks missing?") from None
     except (ImportError, RuntimeError) as error:
         raise BootstrapError(
             "Open MPI started this job on several hosts and rank 0's address is unknown; set MASTER_ADDR and "

@@ -1,4 +1,4 @@
-"""Recognising lists of tables: by what they are, and only while they are known."""
+"""Recognizing lists of tables: by what they are, and only while they are known."""
 
 from __future__ import annotations
 
