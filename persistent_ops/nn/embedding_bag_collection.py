@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..ops.embedding.all_to_all import embedding_all_to_all
-from ..ops.embedding.backward import EmbeddingOptimizer
+from ..ops.embedding.backward import EmbeddingOptimizer, name_tables, num_passes
 from ..ops.embedding.checks import BOUNDS
 from ..ops.embedding.inputs import EmbeddingInputs, checked_lookups
 from ..ops.embedding.lookups import Lookups
@@ -63,7 +63,7 @@ _NOT_ANEW = (
 def _versions_of(tables: Sequence[ShardedTable], optimizers: Sequence[EmbeddingOptimizer]) -> Callable[[], list[int]]:
     """Return what tells, without holding the collection, whether rows have changed: on PEs without a table, too."""
     weights = [table.weight for table in tables]
-    return lambda: [*(weight._version for weight in weights), *(each.num_passes for each in optimizers)]
+    return lambda: [*(weight._version for weight in weights), *(num_passes(each) for each in optimizers)]
 
 
 def _clamp(max_gradient: float | None, max_grad_norm: float | None) -> float:
@@ -406,7 +406,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             weights = [self._tables[slot.table].slice(slot.slice) for slot in group.slots[self._world.rank]]
             made = EmbeddingOptimizer(weights, optimizer, rounding=rounding_of(group, rounding), **options)
             made.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
-            made.name_tables(list(dict.fromkeys(layout.configs[slot.table].name for slot in group.columns)))
+            name_tables(made, list(dict.fromkeys(layout.configs[slot.table].name for slot in group.columns)))
             optimizers.append(made)
             pool = functools.partial(
                 embedding_all_to_all,

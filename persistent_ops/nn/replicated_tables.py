@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ops.all_reduce import add_up_gradients, all_reduce
 from ..ops.embedding.all_to_all import pool_alone
-from ..ops.embedding.backward import EmbeddingOptimizer, tables_named
+from ..ops.embedding.backward import EmbeddingOptimizer, tables_named, update_alone
 from ..ops.embedding.backward_plan import OPERATOR as _BACKWARD
 from ..ops.embedding.gradients import dense_gradients, dense_size
 from ..runtime import world as _world
@@ -351,7 +351,7 @@ class _Stack:
         """Update the rows that have been touched by the sums of all PEs."""
         parts = _parts(self._sums, self._memory.dtype)
         indices = torch.where(self._touched > 0, self._rows, -1)
-        self.optimizer.update_alone(torch.cat(parts), indices.repeat(len(parts)), self._offsets)
+        update_alone(self.optimizer, torch.cat(parts), indices.repeat(len(parts)), self._offsets)
 
 
 def _parts(sums: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:

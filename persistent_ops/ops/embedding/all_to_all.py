@@ -15,7 +15,7 @@ from ...runtime.plans import Plans
 from ...runtime.team import Team
 from ...runtime.torch_library import TorchOperator
 from ...runtime.torch_private import num_dispatch_modes
-from .backward import EmbeddingOptimizer
+from .backward import EmbeddingOptimizer, record_update, refuse_half_updated
 from .checks import POOLINGS, SCHEDULES, check_tables_and_split, check_types
 from .gradients import record_sparse
 from .lookups import Lookups
@@ -140,7 +140,7 @@ def embedding_all_to_all(
             "alone; of indices [B, L] of a table they are torch.arange(0, B * L + 1, L), beside indices.flatten()"
         )
     differentiated = indices.per_sample_weights if isinstance(indices, Lookups) else per_sample_weights
-    if optimizer is not None and (isinstance(optimizer, type) or not hasattr(optimizer, "record")):
+    if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
         raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
     records = torch.is_grad_enabled()
     may_record = records and _may_record()
@@ -149,7 +149,7 @@ def embedding_all_to_all(
     if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
         return _recorded(weights, indices, offsets, per_sample_weights, out, choices_of_call, optimizer)
     if optimizer is not None and not torch.compiler.is_compiling():
-        optimizer.refuse_half_updated(_world.current())
+        refuse_half_updated(optimizer, _world.current())
     tables = () if is_required is False else weights  # whose gradients are asked for
     return _unrecorded(weights, indices, offsets, per_sample_weights, out=out, choices=choices_of_call, tables=tables)
 
@@ -165,7 +165,7 @@ def _recorded(
 ) -> torch.Tensor:
     """Make a call that has a backward pass."""
     if optimizer is not None and not torch.compiler.is_compiling():
-        optimizer.refuse_half_updated(_world.current())
+        refuse_half_updated(optimizer, _world.current())
     is_direct = _may_record() and not is_watched()
     given: tuple[Any, ...] = ()
     if isinstance(indices, Lookups):
@@ -193,7 +193,7 @@ def _recorded(
     else:
         launch = functools.partial(_launched_from, world, key, weights, arrived.sources)
     call = EmbeddingCall(world, key, weights, arrived)
-    return record_sparse(call, launch, *given) if optimizer is None else optimizer.record(call, launch, *given)
+    return record_sparse(call, launch, *given) if optimizer is None else record_update(optimizer, call, launch, *given)
 
 
 def _unrecorded(

@@ -25,7 +25,18 @@ from .split import completed, table_set
 from .table_set import TableSet
 from .widths import agree_on_widths
 
-__all__ = ["EmbeddingOptimizer", "backward_key", "in_float32", "num_tables", "tables_named"]
+__all__ = [
+    "EmbeddingOptimizer",
+    "backward_key",
+    "in_float32",
+    "name_tables",
+    "num_passes",
+    "num_tables",
+    "record_update",
+    "refuse_half_updated",
+    "tables_named",
+    "update_alone",
+]
 
 _OPTIMIZERS = tuple(step for step in STEPS if step != GRADIENT)
 _DECAY_MODES = tuple(decay for decay in DECAYS if decay != "none")
@@ -237,52 +248,17 @@ class EmbeddingOptimizer:
 
     # ---- autograd ----------------------------------------------------------------------------------------------------
 
-    def record(self, call: EmbeddingCall, launch: Callable[..., torch.Tensor], *lookups: Any) -> torch.Tensor:
-        """Make a call of `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
-        found = call.key.tables
-        if found is not self._seen:
-            is_known = all(identity(table) in self._states for table in self._tables)
-            if found is not table_set(call.world, self._tables) or not is_known:
-                raise ValueError(
-                    "weights: expected the optimizer's tables, in their order and where they lay when it was made; "
-                    "make an optimizer for each list"
-                )
-            self._seen = found
-        recording = Recording(
-            self._backward,
-            self._placeholder,
-            self._name or self._first_named(call.world),
-            once="would update the tables twice",
-            version=lambda: self.num_passes,
-        )
-        return record(recording, call, launch, *lookups)
-
-    @property
-    def num_passes(self) -> int:
-        """Backward passes of forward passes so far: of all PEs, also of those without a table."""
-        return self._num_passes
-
-    def name_tables(self, names: Sequence[str]) -> None:
-        """Let errors name the tables; of all PEs, where they are a module's."""
-        before, self._tables_named = self._tables_named, tables_named(names)
-        if self._name:
-            self._name = self._tables_named + self._name.removeprefix(before)
-
     def _first_named(self, world: _world.World) -> str:
         name = world.workspace.calls.next_of("EmbeddingOptimizer")
         world.workspace.changes.know(name, OPERATOR.changed_inputs(tables=self._tables, states=self._own))
         self._name = f"{self._tables_named}, {name}"
         return self._name
 
-    def refuse_half_updated(self, world: _world.World) -> None:
-        """Raise PersistentOpsError where tables, of any PE, may be half updated; also on a PE that has none."""
-        world.workspace.changes.check("tables", self._own)
-
     def _backward(
         self, call: EmbeddingCall, gradient: torch.Tensor, inputs: Inputs, *, wants_factors: bool, forward_pass: int
     ) -> tuple[Sequence[torch.Tensor | None], torch.Tensor | None]:
         world, weights = call.world, call.weights
-        self.refuse_half_updated(world)
+        refuse_half_updated(self, world)
         self._num_passes += 1
         known = FORWARD.state(world).own.find(weights), OPERATOR.state(world).tuning, gradient.dtype, call.key
         key = self._keys.get(known)
@@ -293,37 +269,6 @@ class EmbeddingOptimizer:
         return self._launch(
             world, key, gradient, weights, inputs, wants_factors=wants_factors, forward_pass=forward_pass
         )
-
-    def update_alone(self, gradient: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor) -> None:
-        """Update this PE's tables by gradients that it has itself, on this PE alone.
-
-        Args:
-            gradient: `[B, sum of D]`, of the tables' dtype: of the sums of bags' rows.
-            indices: `[n]`, int32 or int64; those outside of a table are skipped.
-            offsets: `[T * B + 1]`, int32 or int64, feature-major: of the bags.
-
-        Raises:
-            ValueError, TypeError: an argument; before anything is launched.
-
-        Not collective, on the current stream; may be captured in a CUDA graph behind a first call with the same shapes.
-        """
-        world = _world.for_call()
-        check_gradient(gradient, self._tables)
-        widths = tuple(table.shape[1] for table in self._tables)
-        key = BackwardKey(
-            world.alone,
-            table_set(world, self._tables),
-            self._token,
-            OPERATOR.state(world).tuning,
-            (sum(widths),),
-            (widths,),
-            (gradient.shape[0],),
-            gradient.dtype,
-            gradient.dtype,
-            "sum",
-            is_weighted=False,
-        )
-        self._launch(world, key, gradient, self._tables, OfBatch(indices, offsets, None), wants_factors=False)
 
     def _launch(
         self,
@@ -369,6 +314,83 @@ class EmbeddingOptimizer:
         states = [self.state(weight) for weight in weights]
         chosen = (self._optimizer, self._decay, self._rounding)
         return BackwardPlan(world, key, weights, states, *chosen, self._constants)
+
+
+# ---- what the package does with an optimizer ------------------------------------------------------------------------
+
+
+def record_update(
+    optimizer: EmbeddingOptimizer, call: EmbeddingCall, launch: Callable[..., torch.Tensor], *lookups: Any
+) -> torch.Tensor:
+    """Make a call of `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
+    found = call.key.tables
+    if found is not optimizer._seen:
+        is_known = all(identity(table) in optimizer._states for table in optimizer._tables)
+        if found is not table_set(call.world, optimizer._tables) or not is_known:
+            raise ValueError(
+                "weights: expected the optimizer's tables, in their order and where they lay when it was made; "
+                "make an optimizer for each list"
+            )
+        optimizer._seen = found
+    recording = Recording(
+        optimizer._backward,
+        optimizer._placeholder,
+        optimizer._name or optimizer._first_named(call.world),
+        once="would update the tables twice",
+        version=lambda: num_passes(optimizer),
+    )
+    return record(recording, call, launch, *lookups)
+
+
+def num_passes(optimizer: EmbeddingOptimizer) -> int:
+    """Backward passes of forward passes so far: of all PEs, also of those without a table."""
+    return optimizer._num_passes
+
+
+def name_tables(optimizer: EmbeddingOptimizer, names: Sequence[str]) -> None:
+    """Let errors name the tables; of all PEs, where they are a module's."""
+    before, optimizer._tables_named = optimizer._tables_named, tables_named(names)
+    if optimizer._name:
+        optimizer._name = optimizer._tables_named + optimizer._name.removeprefix(before)
+
+
+def refuse_half_updated(optimizer: EmbeddingOptimizer, world: _world.World) -> None:
+    """Raise PersistentOpsError where tables, of any PE, may be half updated; also on a PE that has none."""
+    world.workspace.changes.check("tables", optimizer._own)
+
+
+def update_alone(
+    optimizer: EmbeddingOptimizer, gradient: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor
+) -> None:
+    """Update this PE's tables by gradients that it has itself, on this PE alone.
+
+    Args:
+        gradient: `[B, sum of D]`, of the tables' dtype: of the sums of bags' rows.
+        indices: `[n]`, int32 or int64; those outside of a table are skipped.
+        offsets: `[T * B + 1]`, int32 or int64, feature-major: of the bags.
+
+    Raises:
+        ValueError, TypeError: an argument; before anything is launched.
+
+    Not collective, on the current stream; may be captured in a CUDA graph behind a first call with the same shapes.
+    """
+    world = _world.for_call()
+    check_gradient(gradient, optimizer._tables)
+    widths = tuple(table.shape[1] for table in optimizer._tables)
+    key = BackwardKey(
+        world.alone,
+        table_set(world, optimizer._tables),
+        optimizer._token,
+        OPERATOR.state(world).tuning,
+        (sum(widths),),
+        (widths,),
+        (gradient.shape[0],),
+        gradient.dtype,
+        gradient.dtype,
+        "sum",
+        is_weighted=False,
+    )
+    optimizer._launch(world, key, gradient, optimizer._tables, OfBatch(indices, offsets, None), wants_factors=False)
 
 
 class _Token:
