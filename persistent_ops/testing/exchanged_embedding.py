@@ -101,7 +101,9 @@ class ExchangedEmbedding(nn.Module):
         self.tables = nn.ParameterList(map(nn.Parameter, spread))
         self.replicas = nn.ParameterList(nn.Parameter(torch.empty_like(rows, dtype=torch.float32)) for rows in copied)
         # An optimizer needs a parameter, also where the PE has no table.
-        self.optimizer = optimizer([*self.tables, *self.replicas] or [nn.Parameter(torch.empty(0))])
+        self.optimizer = optimizer(
+            [*self.tables, *self.replicas] or [nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))]
+        )
         self.take_over(collection)
 
     def _place(self, collection: po.nn.ShardedEmbeddingBagCollection, wire_dtype: torch.dtype | None) -> None:
@@ -194,7 +196,7 @@ class ExchangedEmbedding(nn.Module):
 
     def _pooled(self, bags: Bags, num_samples: int) -> torch.Tensor:
         """Return the pooled rows of the global batch, `[B, D here]`."""
-        reference = self.tables[0] if len(self.tables) else torch.empty(0)
+        reference = self.tables[0] if len(self.tables) else torch.empty(0, dtype=torch.float32, device="cpu")
         nothing = reference.new_empty(num_samples, 0, requires_grad=torch.is_grad_enabled())
         return torch.cat([nothing, *_each_pooled(self.tables, bags, is_sparse=True)], dim=1)
 

@@ -46,7 +46,7 @@ class RowUpdate(torch.optim.Optimizer):
     def _no_sum(self, table: torch.Tensor) -> torch.Tensor:
         rows = self._rows(table)
         shape = rows.shape[:1] if self._optimizer == "rowwise_adagrad" else rows.shape
-        zeros = torch.zeros(shape, device=table.device)
+        zeros = torch.zeros(shape, dtype=torch.float32, device=table.device)
         return zeros if table.dim() == 2 or zeros.dim() == 1 else zeros.view(table.shape)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
