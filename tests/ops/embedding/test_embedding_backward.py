@@ -250,7 +250,7 @@ def _with_decay(optimizer: str, mode: str, max_norm: float | None) -> list[float
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "pooling", "max_norm"),
+    ("optimizer", "mode", "max_norm"),
     [
         ("adam", "", None),
         ("rowwise_adagrad", "l2", None),
