@@ -33,6 +33,7 @@ PO_FN constexpr uint32_t swizzled(uint32_t offset, uint32_t swizzle_bytes) {
 
 #if !PO_ON_DEVICE
 inline void copy_box(const HostTensorMap& map, int64_t row, int64_t column, uint8_t* tile) {
+  if (column * map.element_bytes % 16 != 0) __builtin_trap();  // the copy engine calls it an illegal instruction
   for (int64_t i = 0; i < map.box_rows * map.box_row_bytes; ++i) {
     const int64_t y = row + i / map.box_row_bytes, x = column * map.element_bytes + i % map.box_row_bytes;
     const bool is_inside = 0 <= y && y < map.rows && 0 <= x && x < map.row_bytes;
@@ -43,8 +44,9 @@ inline void copy_box(const HostTensorMap& map, int64_t row, int64_t column, uint
 #endif
 
 // Starts to copy the box that begins at an element of the map's matrix to `tile` in this WG's shared memory, which begins
-// at a multiple of 128, with a swizzle of 1024; what lies outside of the matrix is zero. Its bytes come in a round of
-// `landed`, which `Cluster::start` has started. One thread. The map lies in the `Call`.
+// at a multiple of 128, with a swizzle of 1024; what lies outside of the matrix is zero. The column begins at a multiple of
+// 16 bytes, and may be negative. The bytes come in a round of `landed`, which `Cluster::start` has started. One thread. The
+// map lies in the `Call`.
 PO_FN void copy_tile_async(const TensorMap& map, int row, int column, uint8_t* tile, Handover& landed) {
 #if PO_ON_DEVICE
   asm volatile(

@@ -378,9 +378,9 @@ class GpuBackend:
 def _gpu_tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle: int) -> bytes:
     """Return a CUtensorMap."""
     rows, columns = matrix.shape
-    kinds, no_swizzle = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE
+    swizzled = f"{swizzle}B" if swizzle else "NONE"
     outcome = driver.cuTensorMapEncodeTiled(
-        getattr(kinds, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[matrix.dtype]}"),
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[matrix.dtype]}"),
         2,
         matrix.data_ptr(),
         [driver.cuuint64_t(size) for size in (columns, rows)],
@@ -388,7 +388,7 @@ def _gpu_tensor_map(matrix: torch.Tensor, box: tuple[int, int], swizzle: int) ->
         [driver.cuuint32_t(size) for size in reversed(box)],
         [driver.cuuint32_t(1)] * 2,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle[f"CU_TENSOR_MAP_SWIZZLE_{swizzle}B"] if swizzle else no_swizzle,
+        getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzled}"),
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
