@@ -24,7 +24,7 @@ ready := $(VENV)/.ready
 endif
 cxx_sources = $(shell find cuda tests -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 
-.PHONY: help demo test test-all test-memory test-gpu lint format clean
+.PHONY: help demo test test-all test-many test-memory test-gpu lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,10 +33,13 @@ demo: $(ready) ## run the fused embedding exchange on all GPUs, or on 4 processe
 	@$(py) -m persistent_ops demo $(ARGS)
 
 test: $(ready) ## run tests of every operator and every error, in about 4 minutes on 2 cores
-	$(py) -m pytest -m "not gpu and not slow" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(py) -m pytest -m "not gpu and not slow and not many_pes" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test-all: $(ready) ## run all tests that need no GPU
-	$(py) -m pytest -m "not gpu" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test-all: $(ready) ## run all tests that need no GPU and no machine of their own
+	$(py) -m pytest -m "not gpu and not many_pes" -n 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-many: $(ready) ## run every operator with 128 and 256 PEs on the host, on an idle machine
+	$(py) -m pytest -m many_pes $(PYTEST_ARGS)
 
 test-memory: $(ready) ## run the operators' tests on the host with kernels under AddressSanitizer, in guarded heaps
 	$(py) tests/guarded_heap.py -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

@@ -11,6 +11,7 @@ generator each time that it goes on. The backward pass runs in the calling threa
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -68,11 +69,13 @@ def counted(action: Callable[[], object]) -> list[Call]:
         file, *callers = (each.removeprefix(PACKAGE) for each in (code.co_filename, *callers))
         calls.append(Call(len(callers), file, code.co_qualname, callers[0] if callers else None))
 
+    gc.disable()  # what it would end now is of no call
     sys.setprofile(note)
     try:
         action()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 

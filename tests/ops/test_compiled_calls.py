@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -205,3 +208,27 @@ def _without_the_function(backend: str) -> str:
 def test_what_nothing_orders_is_refused(backend: str) -> None:
     (text,) = in_processes(_without_the_function, 1, backend, timeout=100)
     assert "NotImplementedError: all_reduce: torch.compile may drop, merge or move this call" in text
+
+
+def _from_one_cache(backend: str, folder: str) -> tuple[int, int]:
+    """Return how many samples came and were to come, where a PE compiles after the one before it."""
+    po.init(backend, operator_timeout=200.0, heap_size=64 << 20)
+    batches = [2, 3]
+    table, indices = torch.ones(ROWS, 4), torch.zeros(sum(batches), dtype=torch.int64)
+    eager = functools.partial(po.embedding_all_to_all, batch_per_rank=batches, dim_per_rank=[4, 4])
+    compiled = torch.compile(eager, fullgraph=True)
+    with torch.no_grad(), mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
+        for last in range(po.world_size()):
+            torch.compiler.reset()
+            call = compiled if po.rank() <= last else eager
+            result = call([table], indices, torch.arange(sum(batches) + 1))
+    shapes = result.shape[0], batches[po.rank()]
+    po.finalize()
+    return shapes
+
+
+@pytest.mark.slow
+@pytest.mark.host
+def test_a_graph_on_disk_is_of_one_rank(tmp_path: Path) -> None:
+    """PEs of one machine share the compiler's cache, and have different numbers of samples."""
+    assert in_processes(_from_one_cache, 2, "host", str(tmp_path), timeout=280) == [(2, 2), (3, 3)]

@@ -34,7 +34,7 @@ from persistent_ops.runtime.world import current
 pytestmark = pytest.mark.host
 
 MB = 1 << 20
-_LARGE = [pytest.param(size, marks=pytest.mark.slow) for size in (128, 256)]
+_MANY = (pytest.mark.many_pes, pytest.mark.timeout(2400))
 _ITERATION = 1
 
 
@@ -160,7 +160,7 @@ def _called(backend: str, names: list[str]) -> dict[str, str | None]:
         po.finalize()
 
 
-@pytest.mark.parametrize("size", [65, *_LARGE])
+@pytest.mark.parametrize("size", [65, *(pytest.param(size, marks=_MANY) for size in (128, 256))])
 def test_every_operator(size: int) -> None:
     names = list(OPERATORS)
     assert run_pes(_called, size, "host", names, timeout=900) == [dict.fromkeys(names)] * size
@@ -191,7 +191,7 @@ def _given_up(backend: str, folder: Path) -> tuple[str, bool, str]:
     return f"{kind}: {text}", is_right, lost
 
 
-@pytest.mark.parametrize("size", [67, pytest.param(131, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [67, pytest.param(131, marks=_MANY)])
 def test_who_has_given_up_because_of_whom(size: int, tmp_path: Path) -> None:
     results = run_pes(_given_up, size, "host", tmp_path, timeout=300)
     accuser, blamed = size - 2, size - 1

@@ -25,6 +25,8 @@ from .split import completed, dims_at_compile_time, exchange_dims, table_sets
 
 __all__ = ["embedding_all_to_all", "pool_alone", "reference"]
 
+_NUM_CHOICES = 8  # from dim_per_rank to columns
+
 
 def embedding_all_to_all(
     weights: Sequence[torch.Tensor],
@@ -344,7 +346,7 @@ def _complete(
     elif dim_per_rank is None and num_dispatch_modes():
         dim_per_rank = exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
     of_call = completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype, wire_dtype)
-    return (weights, indices, offsets, per_sample_weights, *of_call, *choices)
+    return (weights, indices, offsets, per_sample_weights, *of_call, *choices, world.rank)
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
@@ -360,7 +362,8 @@ def _run(
 ) -> torch.Tensor:
     """Find or make the plan, launch it, return the result."""
     world = _world.for_call()
-    key = _key(world, world.team, weights, LookupKind.of_batch(indices, offsets, per_sample_weights), *choices)
+    kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
+    key = _key(world, world.team, weights, kind, *choices[:_NUM_CHOICES])
     return _launched(world, _plans(world), key, weights, indices, offsets, per_sample_weights, out)
 
 
@@ -409,7 +412,7 @@ def _run_from_sources(
     world = _world.for_call()
     num_offsets = len(weights) * sum(batch_per_rank) + 1
     kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, lookups_per_bag, True, num_beside)
-    key = _key(world, world.team, weights, kind, dim_per_rank, batch_per_rank, *choices)
+    key = _key(world, world.team, weights, kind, dim_per_rank, batch_per_rank, *choices[: _NUM_CHOICES - 2])
     return _launched_from(world, key, weights, sources, out)
 
 
@@ -478,13 +481,14 @@ def _fake(
     bounds: str,
     schedule: str,
     columns: Sequence[int] | None = None,
+    rank: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if pooling not in POOLINGS or schedule not in SCHEDULES:
         raise ValueError(
             f"pooling: expected one of {POOLINGS}, got {pooling!r}; schedule: one of {SCHEDULES}, got {schedule!r}"
         )
-    rows = batch_per_rank[_world.current().rank]
+    rows = batch_per_rank[_world.current().rank if rank is None else rank]
     return indices.new_empty((rows, sum(dim_per_rank)), dtype=wire_dtype)
 
 
@@ -503,10 +507,11 @@ def _fake_from_sources(
     bounds: str,
     schedule: str,
     columns: Sequence[int] | None = None,
+    rank: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     split_and_choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
-    return _fake(weights, sources, sources, None, *split_and_choices, out)
+    return _fake(weights, sources, sources, None, *split_and_choices, rank, out)
 
 
 def _check_from_sources(
@@ -542,9 +547,10 @@ _NO_GRADIENT = (
     "torch.compile or through torch.ops: call it outside, with or without "
     "optimizer=po.EmbeddingOptimizer(...), or under torch.no_grad(), or use embedding_bag + all_to_all_single"
 )
+# The rank is there for compilers, which keep graphs on disk: a PE must not take the graph of one with other samples.
 _SPLIT_AND_CHOICES = (
     "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str pooling, str bounds, "
-    "str schedule, SymInt[]? columns=None"
+    "str schedule, SymInt[]? columns=None, int? rank=None"
 )
 _operator = TorchOperator(
     "embedding_all_to_all",
