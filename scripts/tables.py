@@ -5,14 +5,12 @@ A document holds a table between two comments, of which the first one names it:
     <!-- table: runs gemv_all_reduce -->
     <!-- end of table -->
 
-Figures come from benchmarks/results/*.jsonl: of an operator's records the newest one on each number of GPUs. A test
-file's newest run on each kind and number of GPUs is in tests/gpu_runs.json.
+Figures come from benchmarks/results/*.jsonl: of an operator's records the newest one on each number of GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import statistics
@@ -50,7 +48,6 @@ from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 __all__ = ["DOCUMENTS", "Run", "newest_runs", "problems", "read_runs", "rewritten"]
 
-TESTS = REPOSITORY / "tests"
 BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 DOCUMENTS = [
     path for path in (REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))) if BLOCK.search(path.read_text())
@@ -444,16 +441,6 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
     return [us_text(own), us_text(best), _times(best, own), _times(own, limit), *where]
 
 
-def _gpu_runs_block(folder: Path) -> str:
-    """Return each test file's newest run on each kind and number of GPUs."""
-    rows = []
-    for stem, runs in json.loads((TESTS / "gpu_runs.json").read_text()).items():
-        (path,) = TESTS.rglob(f"{stem}.py")
-        link = f"[{path.name}]({os.path.relpath(path, folder)})"
-        rows.append([link, "; ".join(f"{gpus}, {run}" for gpus, run in runs.items())])
-    return _table(["test file", "newest run on GPUs: which, date, commit"], rows)
-
-
 def _public_names_block(folder: Path) -> str:
     """Return what `po` and `po.nn` export, each with its first sentence."""
     rows = [[f"`{each.name}`", summary_of(each.what).replace("|", "\\|")] for each in public_names(with_parts=False)]
@@ -464,7 +451,6 @@ _BLOCKS: dict[str, Callable[..., str]] = {
     "public_names": _public_names_block,
     "runs": _runs_block,
     "operators": _operators_block,
-    "gpu_runs": _gpu_runs_block,
 }
 
 
