@@ -162,7 +162,7 @@ _Key = tuple[str, int, int, int, int]  # operator, team, epoch, grid, and which 
 def _by_launch(launches: Sequence[Launch]) -> dict[_Key, list[Launch]]:
     """Return the WGs of each launch.
 
-    Behind a recovery a PE's epochs of its own begin anew: a WG that comes again is of another launch, and so is one of
+    After a recovery a PE's epochs of its own start again: a WG that comes again is of another launch, and so is one of
     another grid.
     """
     found: dict[_Key, list[Launch]] = defaultdict(list)
@@ -220,8 +220,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
 
     Inside, operators take kernels of their own that leave a timeline behind: begin and end of each CTA, when it
     worked for itself and for others, each wait with whom and what for, each flag that it sent. They are compiled at
-    first use, as at any first call, so a CUDA graph traces if it was captured inside, behind a first call there; what
-    it does behind the context is not recorded. Other launches are as ever.
+    first use, as at any first call, so a CUDA graph traces if it was captured inside, after a first call there; what
+    it does after the context is not recorded. Other launches are as ever.
 
     Args:
         path: of a JSON file for Perfetto (https://ui.perfetto.dev) and chrome://tracing, which PE 0 writes; None for

@@ -24,7 +24,7 @@ _MOST_TABLES = 4  # of a PE, that are tried
 _WORTH = 0.98  # of what it was before
 _OF_A_SLICE = 0.01  # of a step's time, which each further slice is to save
 _FEWEST_TRIED = 4  # layouts
-_MOST_EFFORT = 1 << 15  # for those behind, the sum of slices times PEs
+_MOST_EFFORT = 1 << 15  # for those after, the sum of slices times PEs
 
 
 def layout_of(

@@ -14,7 +14,7 @@ __all__ = ["side_by_side"]
 
 
 def side_by_side(runs: Sequence[Run], pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the runs' columns, one behind the other.
+    """Return the runs' columns, one after the other.
 
     Backward, each group's gradient is put together in one pass over it, or is columns of the result's where the group
     has one run. Autograd would take three passes over the whole group for each of its runs: zeros, a copy, and a sum.

@@ -285,7 +285,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return self._is_weighted
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Draw all rows anew, those of a table from a generator of its own: the same for any placement and world."""
+        """Draw all rows again, those of a table from a generator of its own: the same for any placement and world."""
         for number, table in enumerate(self._tables):
             table.draw((seed * 1_000_003 + 1 + number) % 2**64)
 
@@ -449,7 +449,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     ) -> SentFeatures:
         """Send the lookups of this PE's B samples, ahead of the forward pass that pools them.
 
-        They travel while the device does what else it has: in a training, call it for the next batch behind the forward
+        They travel while the device does what else it has: in a training, call it for the next batch after the forward
         pass of this one. Called on a stream of its own, it waits for that alone, and for the launches before it.
 
         Args: those of `forward`. They must stay as they are until the backward pass: replicated tables read them there.
@@ -524,7 +524,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Returns:
             Whether every PE's GPU has room for both.
 
-        Collective and blocking, behind a step, not in a CUDA-graph capture.
+        Collective and blocking, after a step, not in a CUDA-graph capture.
         """
         self._check_world()
         return self._world.agree_to_run_beside()
@@ -604,7 +604,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         pooled, problem, is_kept = [], None, False
         is_recorded = torch.is_grad_enabled()
         wants_factors = any(lookups.gives_gradients for lookups in sent)
-        # Any number of forward passes may wait for their backward passes: those behind the first one have copies.
+        # Any number of forward passes may wait for their backward passes: those after the first one have copies.
         is_copied = is_recorded and len(self._kept) > 0 and not features.knows_split and not wants_factors
         try:
             if not self._world.workspace.is_capturing():

@@ -38,7 +38,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 
     `step` and `zero_grad` therefore do nothing but bring ``param_groups[0]["lr"]`` to the device, where kernels, also
     those of a CUDA graph, read it; so does the collection's forward pass outside of a capture. A scheduler of torch's
-    that is stepped behind `step()` gives step t the rate that it gives an optimizer of torch's. In a capture a rate on
+    that is stepped after `step()` gives step t the rate that it gives an optimizer of torch's. In a capture a rate on
     the host, a number or a tensor, stays where it is: one of these calls brings it ahead of a replay. A rate in a
     tensor on the device is brought by every replay of a graph that has one of the calls.
 

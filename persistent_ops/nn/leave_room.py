@@ -54,8 +54,8 @@ def leave_room(*groups: DistributedDataParallel | dist.ProcessGroup, num_sms: in
             streams share a hardware queue; or no SM remains for launches. All PEs raise it, and nothing changes.
         RuntimeError: in a CUDA-graph capture.
 
-    Collective and blocking. What was launched before is planned anew, so each shape's next call is a first call again.
-    Behind `EmbeddingInputs.run_beside`, where that is wanted too. CUDA graphs that were captured before keep launches
+    Collective and blocking. What was launched before is planned again, so each shape's next call is a first call again.
+    After `EmbeddingInputs.run_beside`, where that is wanted too. CUDA graphs that were captured before keep launches
     that leave no room. Set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA begins: kernels of streams that share a hardware
     queue, of which there are 8 by default, wait for each other wherever there is room.
     Sources: cuda/DESIGN.md, "Launches side by side"; ncclConfig_t in NCCL's user guide.

@@ -16,7 +16,7 @@ class LocalLookups(NamedTuple):
     """Lookups of T slots, as `pool_alone` takes them.
 
     Attributes:
-        indices: `[n]`; those behind the last offset are any that were given. There may be fewer than offsets say.
+        indices: `[n]`; those after the last offset are any that were given. There may be fewer than offsets say.
         offsets: `[T * B + 1]`, int64, slot-major.
         weights: `[n]`, float32, or None.
     """
@@ -40,7 +40,7 @@ class LocalLookups(NamedTuple):
         return self._replace(offsets=self.offsets.masked_fill(condition, 0))
 
     def bags(self) -> torch.Tensor:
-        """Return the bag of every lookup; of those behind the last offset the last one."""
+        """Return the bag of every lookup; of those after the last offset the last one."""
         return _bags(self.offsets, self.indices.numel())
 
 
@@ -130,7 +130,7 @@ class SlotFeatures:
         self._in_turn = torch.tensor(in_turn, dtype=torch.int64, device=device)
 
     def lookups(self, given: Features, lengths: torch.Tensor, room: int) -> LocalLookups:
-        """Return the lookups of the slots, one slot behind the other; no wait on the host.
+        """Return the lookups of the slots, one slot after the other; no wait on the host.
 
         Args:
             given: those of all features.

@@ -18,11 +18,11 @@ def pool_copies(pool: Callable[..., torch.Tensor], lookups: Lookups) -> torch.Te
 
     Args:
         pool: `embedding_all_to_all` with this PE's tables and all choices.
-        lookups: for them, behind `Lookups.wait`.
+        lookups: for them, after `Lookups.wait`.
     """
     indices, offsets, factors, batch_per_rank = _global_batch(lookups)
     # The copies are nobody else's. Hooks of others, such as torch.utils.checkpoint's, see nothing saved, as where
-    # nothing is copied: a region that is made anew may copy what it did not copy before.
+    # nothing is copied: a region that is made again may copy what it did not copy before.
     with _seen_by_nobody():
         return pool(indices, offsets, factors, batch_per_rank=batch_per_rank)
 

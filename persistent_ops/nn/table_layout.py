@@ -73,7 +73,7 @@ class Layout:
         owners: of every table's slices; none of a replicated table.
         groups: see `Group`, of tables that are spread over the PEs.
         replicated: the same, of those that every PE has.
-        outputs: for every block of the result's columns its group, those of replicated tables counted behind the
+        outputs: for every block of the result's columns its group, those of replicated tables counted after the
             others, and its number among the group's slots.
         names, dims: of the result's features, and their columns.
         costs: that owners were chosen by.

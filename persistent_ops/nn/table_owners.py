@@ -26,7 +26,7 @@ class Costs(NamedTuple):
     Attributes:
         unit: of the numbers.
         of_slices: what a slice of each table, or a replica, costs the PE that has it: in each phase of a step, one
-            behind the other, of every resource that is used beside the others (`load`).
+            after the other, of every resource that is used beside the others (`load`).
     """
 
     unit: str

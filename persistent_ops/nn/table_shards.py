@@ -134,7 +134,7 @@ class TableShards(torch.Tensor):
 
     @property
     def shards(self) -> tuple[tuple[torch.Size, torch.Tensor], ...]:
-        """This PE's blocks, each behind where it begins."""
+        """This PE's blocks, each after where it begins."""
         return self._shards
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

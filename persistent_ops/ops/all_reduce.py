@@ -1,4 +1,4 @@
-"""All-reduce of any size, and all-reduce with the RMS norm behind it, each in one kernel."""
+"""All-reduce of any size, and all-reduce with the RMS norm after it, each in one kernel."""
 
 from __future__ import annotations
 

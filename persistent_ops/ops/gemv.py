@@ -54,8 +54,8 @@ def gemv(
         out: of the result's shape, contiguous, any memory of the device; it may be `residual`, and overlaps
             nothing else that is passed.
         prefetch_weight: on "cuda", start reading the weight before the kernel before this one on the stream has ended
-            (a programmatic dependent launch). Unsafe only where that kernel writes the weight. It pays behind kernels
-            that let this one begin early and then still have work, such as GEMVs of this package; behind short ones it
+            (a programmatic dependent launch). Unsafe only where that kernel writes the weight. It pays after kernels
+            that let this one begin early and then still have work, such as GEMVs of this package; after short ones it
             costs about 1 us, since x then comes later. With several vectors it pays for small weights alone, and does
             nothing where they find no room on a multiprocessor (16 vectors of about 4900 columns in 16 bits).
 

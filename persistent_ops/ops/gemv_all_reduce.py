@@ -52,8 +52,8 @@ def gemv_all_reduce(
         wire_dtype: of the sums under way: None for float32, which keeps the result within the error of an fp32 sum
             rounded once, or the weight's dtype for half the bytes and one more rounding per PE.
         prefetch_weight: on "cuda", start reading the weight before the kernel before this one on the stream has ended
-            (a programmatic dependent launch). Unsafe only where that kernel writes the weight. It pays behind kernels
-            that let this one begin early and then still have work, such as GEMVs of this package; behind short ones it
+            (a programmatic dependent launch). Unsafe only where that kernel writes the weight. It pays after kernels
+            that let this one begin early and then still have work, such as GEMVs of this package; after short ones it
             costs about 1 us, since x then comes later. With several vectors it pays for small weights alone, and does
             nothing where they find no room on a multiprocessor (16 vectors of about 4900 columns in 16 bits).
 

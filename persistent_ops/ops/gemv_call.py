@@ -39,7 +39,7 @@ def gemv_operator(
 
     Args:
         name: of the operator.
-        choices: schema of the arguments behind the tensors.
+        choices: schema of the arguments after the tensors.
         run: called as run(weight, x, bias, residual, *choices, out=out), with out or None.
         check_choices: called as check_choices(*choices, weight.dtype) for fake tensors.
         instead: what gives gradients.

@@ -56,7 +56,7 @@ def sparse_all_reduce_buffers(
             the two is given.
         fn_ctx: passed on to the callback.
         coalesce: "regular" as `sparse_all_reduce`; "keep_precision" the same with values of 16 bits not rounded but
-            given as float32; "disable" all PEs' entries one behind the other, in rank order, neither sorted nor summed.
+            given as float32; "disable" all PEs' entries one after the other, in rank order, neither sorted nor summed.
         op: "sum" or "mean"; "sum" with "disable".
         async_op: return a `Work`; its `wait()` calls the callback. With "disable" the call waits on the host for the
             PEs' numbers of entries nevertheless. Indices and values stay as they are until `wait()`.

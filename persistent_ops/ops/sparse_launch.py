@@ -26,7 +26,7 @@ __all__ = ["PendingSum", "find_plan", "refuse_capture", "sorted_entries", "start
 
 
 def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None = None) -> Entries:
-    """Return entries in order of rows, those of one row in order of occurrence, those behind `count` last."""
+    """Return entries in order of rows, those of one row in order of occurrence, those after `count` last."""
     if count is not None:
         number = torch.arange(indices.numel(), dtype=torch.int64, device=indices.device)
         indices = torch.where(number < count, indices, torch.iinfo(indices.dtype).max)

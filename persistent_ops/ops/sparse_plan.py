@@ -246,7 +246,7 @@ class SparseState:
         return self._streams[handle]
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return the stream of asynchronous launches, ordered behind the current one."""
+        """Return the stream of asynchronous launches, ordered after the current one."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
@@ -442,7 +442,7 @@ class SparsePlan(Plan):
         )
 
     def take_problem(self) -> Exception | None:
-        """Return what the last launch has found wrong with its entries, behind its report; without `into`, and once."""
+        """Return what the last launch has found wrong with its entries, after its report; without `into`, and once."""
         assert self._input is not None
         return self._input.take()
 

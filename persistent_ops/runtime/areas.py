@@ -45,7 +45,7 @@ class Need(NamedTuple):
         nbytes: of it.
         room: bytes that are set aside where there are fewer than `nbytes`, and at least so many.
         fill: what each of its 64-bit words must be before peers write to it; None for anything.
-        is_restored: whether launches leave it so, but for those that are given up: `recover` fills it anew.
+        is_restored: whether launches leave it so, but for those that are given up: `recover` fills it again.
     """
 
     name: str

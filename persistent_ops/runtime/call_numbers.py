@@ -23,7 +23,7 @@ class CallNumbers:
     without that its eager calls differ; its graphs do then.
 
     Calls that are not collective have no such numbers. Who makes them is a *caller*, which the PEs have agreed on, and
-    a launch says how many calls of its caller came behind the one that it belongs to.
+    a launch says how many calls of its caller came after the one that it belongs to.
 
     Args:
         is_capturing: `Workspace.is_capturing`.
@@ -86,7 +86,7 @@ class CallNumbers:
 
     @staticmethod
     def of_caller(caller: int, calls_behind: int) -> int:
-        """Return the number for the call of a caller that so many have come behind."""
+        """Return the number for the call of a caller that so many have come after."""
         return caller << _CALLER_SHIFT | calls_behind
 
     # ---- what PEs have in common -------------------------------------------------------------------------------------

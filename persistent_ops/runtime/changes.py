@@ -23,7 +23,7 @@ class OnAbort(enum.Enum):
     POISON = enum.auto()
     """All bits set, which is NaN: what it holds can be made again."""
     REFUSE = enum.auto()
-    """As the launch has left it, and refused until it is said to be loaded anew."""
+    """As the launch has left it, and refused until it is said to be loaded again."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ChangedInputs:
     Args:
         tensors: by the name of an argument, contiguous; they keep their memory while the plan is used.
         on_abort: by name, what an abort makes of them.
-        reloading: how those that an abort makes unusable are loaded anew.
+        reloading: how those that an abort makes unusable are loaded again.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Changes:
         """Note that the launch to come changes them.
 
         Raises:
-            PersistentOpsError: one of them has to be loaded anew.
+            PersistentOpsError: one of them has to be loaded again.
         """
         for place in self._given_up.keys() & inputs.by_place.keys():
             self._refuse(inputs.by_place[place].name, self._given_up[place])
@@ -110,7 +110,7 @@ class Changes:
         noted.add(inputs)
 
     def check(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Raise where a tensor that is to be read has to be loaded anew.
+        """Raise where a tensor that is to be read has to be loaded again.
 
         Args:
             name: of the argument.
@@ -156,7 +156,7 @@ class Changes:
         )
 
     def give_up(self) -> None:
-        """Take note that a launch was given up: those under way may be any of its, and what came behind it."""
+        """Take note that a launch was given up: those under way may be any of its, and what came after it."""
         for inputs in self._under_way | self._captured:
             self._given_up |= inputs.by_place
         self._under_way.clear()
@@ -181,7 +181,7 @@ class Changes:
         self._given_up = {at: each for at, each in self._given_up.items() if _is_refused(each)}
 
     def loaded(self, *tensors: torch.Tensor) -> None:
-        """Let tensors be used that have been loaded anew, as a whole."""
+        """Let tensors be used that have been loaded again, as a whole."""
         for tensor in tensors:
             self._given_up.pop(_place_of(tensor), None)
 

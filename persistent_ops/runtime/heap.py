@@ -317,7 +317,7 @@ class _Slot:
 def _outside_of_modes() -> Iterator[None]:
     """Make tensors that are kept as a plain call makes them: no mode or subclass has a part in them.
 
-    What is made in inference mode never takes part in a backward pass, and a buffer is handed out again behind it.
+    What is made in inference mode never takes part in a backward pass, and a buffer is handed out again after it.
     """
     with torch.inference_mode(False), without_functions(), without_dispatch_modes():
         yield

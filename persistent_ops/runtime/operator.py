@@ -57,7 +57,7 @@ class Operator(LaunchKind):
     """One operator: what it launches, and how it plans and changes things in a world.
 
     Attributes:
-        reloading: how to load anew what an abort has made unusable (`OnAbort.REFUSE`).
+        reloading: how to load again what an abort has made unusable (`OnAbort.REFUSE`).
         max_plans: that are kept together, in a world.
         default_tuning: choices that change speed and nothing else, a frozen dataclass; None where it has none.
     """
@@ -96,7 +96,7 @@ class Operator(LaunchKind):
 
         Raises:
             PersistentOpsError: an earlier launch was given up; or such a one has changed a part of a tensor, which was
-                not loaded anew since (`Changes.loaded`).
+                not loaded again since (`Changes.loaded`).
         """
         site.workspace.raise_failure()  # of earlier launches, which did not touch these
         site.workspace.changes.begin(inputs)

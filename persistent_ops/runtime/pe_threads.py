@@ -1,6 +1,6 @@
 """PEs that are threads of this process: `launch(..., threads=True)`.
 
-What a PE's function leaves open, its world, is closed behind it: a heap must not be unmapped while a thread of the
+What a PE's function leaves open, its world, is closed after it: a heap must not be unmapped while a thread of the
 world still writes to it. A thread cannot be ended from outside; one that a launch has left behind is asked to end when
 the interpreter exits, by an exception that it sees once it is back in Python code, and waited for. Not earlier: what it
 is in the middle of, such as an import, would be left half done for everybody.
@@ -113,7 +113,7 @@ class _Threads:
     def _await_ends(self) -> None:
         """Wait for the threads of PEs that are done.
 
-        What they hold in thread-local places is let go of behind all code of theirs, and must be so before the
+        What they hold in thread-local places is let go of after all code of theirs, and must be so before the
         interpreter ends: a world's tensors could not be released then (see `end_those_left_behind`).
         """
         with self._changed:

@@ -17,7 +17,7 @@ __all__ = ["Footprint", "Residency", "Sm", "room_beside", "room_on_gpu"]
 _REGISTERS_AT_ONCE = 256  # that a warp takes
 _SHARED_AT_ONCE = 128  # bytes
 _SHARED_OF_SYSTEM = 1024  # bytes of each WG
-# What an SM's memory may be divided into, in KiB of shared memory; a busy SM is not divided anew for a kernel that
+# What an SM's memory may be divided into, in KiB of shared memory; a busy SM is not divided again for a kernel that
 # comes.
 _DIVISIONS = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
 

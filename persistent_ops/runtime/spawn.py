@@ -276,8 +276,8 @@ def _held_port() -> Iterator[int]:
 def _held_back_interrupts() -> Iterator[None]:
     """Let processes that are started here begin with SIGINT blocked, as this thread has it meanwhile.
 
-    A PE ignores it from where it can, behind its imports: up to there Ctrl-C would end it with a traceback. Another
-    thread of this process, which does not block it, may get it meanwhile: what that does comes behind the start, too.
+    A PE ignores it from where it can, after its imports: up to there Ctrl-C would end it with a traceback. Another
+    thread of this process, which does not block it, may get it meanwhile: what that does comes after the start, too.
     """
     resource_tracker.ensure_running()  # which unblocks SIGINT where it starts its process
     came: list[int] = []

@@ -21,12 +21,12 @@ class Collective(Protocol):
 
 
 class _Last(NamedTuple):
-    """A launch to be ordered behind.
+    """A launch to be ordered after.
 
     Attributes:
         handle: of its stream.
         stream: its stream, where that is torch's; None otherwise.
-        event: recorded behind it, where the stream is not torch's: that may be gone by now, and another one have its
+        event: recorded after it, where the stream is not torch's: that may be gone by now, and another one have its
             handle.
     """
 
@@ -55,7 +55,7 @@ class Moment:
 
 
 class StreamOrder:
-    """What earlier launches on a workspace leave for the next one to be ordered behind.
+    """What earlier launches on a workspace leave for the next one to be ordered after.
 
     Eager launches follow one another, and so do the launches of one capture, where the event becomes an edge of the
     graph. Nothing connects two captures, or a capture and eager launches: CUDA allows no such edge (it invalidates the
@@ -63,10 +63,10 @@ class StreamOrder:
 
     A stream of torch's own lives as long as the process: an event is recorded there when a launch on another stream has
     to wait, and launches that stay on it cost nothing. Any other one (`torch.cuda.ExternalStream`) may be destroyed as
-    soon as the launch has been made, and is not touched later: an event is recorded behind every launch on it.
+    soon as the launch has been made, and is not touched later: an event is recorded after every launch on it.
 
-    Collectives of other libraries, which wait for peers as launches do, take part (`in_order`): they come behind the
-    launches that were made before, and launches behind them.
+    Collectives of other libraries, which wait for peers as launches do, take part (`in_order`): they come after the
+    launches that were made before, and launches after them.
 
     Args:
         device: whose current stream launches go to.
@@ -77,13 +77,13 @@ class StreamOrder:
         self._eager: _Last | None = None
         self._captured: dict[int, _Last] = {}  # by the capture's number
         self._foreign: tuple[torch.cuda.Stream, int] | None = None  # of a launch to come, and its capture's number
-        # Of those that the next launch comes behind: each group's last one, by its capture's number.
+        # Of those that the next launch comes after: each group's last one, by its capture's number.
         self._collectives: dict[int, dict[object, Collective]] = {}
 
     def follow(self, stream: int) -> None:
-        """Order what comes next on the current stream, whose handle is `stream`, behind all launches and collectives.
+        """Order what comes next on the current stream, whose handle is `stream`, after all launches and collectives.
 
-        `launched` is to be called behind the launch.
+        `launched` is to be called after the launch.
 
         Raises:
             RuntimeError: the last eager launch is on a stream of torch's that has begun a capture since, so nothing
@@ -103,7 +103,7 @@ class StreamOrder:
             self._collectives.pop(capture, None)
 
     def join(self, stream: int) -> int:
-        """Order what comes next on the current stream behind the last launch, as `follow`, without being one.
+        """Order what comes next on the current stream after the last launch, as `follow`, without being one.
 
         Returns:
             The number of the capture, or 0, for `add`.
@@ -114,17 +114,17 @@ class StreamOrder:
         return capture
 
     def add(self, collective: Collective, group: object, capture: int) -> None:
-        """Order the next launch behind a collective that was started behind `join`.
+        """Order the next launch after a collective that was started after `join`.
 
         Args:
             group: whose collectives follow one another.
         """
         self._collectives.setdefault(capture, {})[group] = collective
-        if len(self._collectives) > _MOST_CAPTURES:  # a capture may end without a launch behind its collectives
+        if len(self._collectives) > _MOST_CAPTURES:  # a capture may end without a launch after its collectives
             del self._collectives[min(filter(None, self._collectives))]
 
     def forget_collectives(self) -> None:
-        """Order nothing behind those so far, which have ended."""
+        """Order nothing after those so far, which have ended."""
         self._collectives.clear()
 
     def _last(self, stream: int) -> tuple[_Last | None, int]:
@@ -189,7 +189,7 @@ def is_foreign(stream: torch.cuda.Stream) -> bool:
 
 
 def in_order(orders: Iterable[StreamOrder], stream: int, start: Callable[[], Collective], group: object) -> Collective:
-    """Start another library's collective behind all launches so far, and order those that come behind it.
+    """Start another library's collective after all launches so far, and order those that come after it.
 
     Args:
         orders: of all launches.
@@ -205,7 +205,7 @@ def in_order(orders: Iterable[StreamOrder], stream: int, start: Callable[[], Col
 
 
 def _is_on(last: _Last | None, stream: int) -> bool:
-    """Return whether whatever comes on a stream comes behind the launch."""
+    """Return whether whatever comes on a stream comes after the launch."""
     return last is not None and last.handle == stream and last.event is None
 
 

@@ -152,7 +152,7 @@ class Workspace:
     def zero_words(self, team: Team, count: int) -> torch.Tensor:
         """Return `count` words that every launch finds zero and leaves so (WG_Done bitmasks), as `recover` does.
 
-        A launch that is given up leaves them as they are. Those behind it see that and touch none, if they are of the
+        A launch that is given up leaves them as they are. Those after it see that and touch none, if they are of the
         same team; launches of another one go on, so teams have words of their own.
         """
         of_team = self._zero_words.setdefault(team.number, [])
@@ -209,9 +209,9 @@ class Workspace:
     ) -> None:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
 
-        A failure is raised instead of launching. Bad input of earlier launches, which failed nobody, is raised behind
+        A failure is raised instead of launching. Bad input of earlier launches, which failed nobody, is raised after
         the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`. So it is
-        in a backward pass and under `whole_call`, too: peers count on the launches behind this one.
+        in a backward pass and under `whole_call`, too: peers count on the launches after this one.
         `begins_early`: see `Kernel.launch`. `is_counted`: whether other launches may belong to this call, which takes
         the next number (`CallNumbers`) then, also where an earlier failure is raised.
         """

@@ -244,7 +244,7 @@ class World:
         return self._told[1]
 
     def plan_anew(self) -> None:
-        """Have launches planned and admitted anew; none may be in flight. CUDA graphs keep theirs."""
+        """Have launches planned and admitted again; none may be in flight. CUDA graphs keep theirs."""
         for kept in self.kept.values():
             kept.drop_plans(only_traced=False)
         for kernel in self._kernels.values():
@@ -529,5 +529,5 @@ def _leave_worlds_to_parent() -> None:
     _process_world, _thread_worlds = None, _OfThread()
 
 
-atexit.register(_never_release_open_worlds)  # first, and so called behind every finalize
+atexit.register(_never_release_open_worlds)  # first, and so called after every finalize
 os.register_at_fork(after_in_child=_leave_worlds_to_parent)

@@ -59,7 +59,7 @@ def embedding_all_to_all(
             same on every PE; in a list, tuple or `nn.ParameterList`. T may be 0, and differ from PE to PE as R and D
             may; a tensor may occur twice.
         indices: `[n]`, int32 or int64: the lookups of the *global* batch in this PE's tables, bag after bag. Or the
-            `Lookups` that `EmbeddingInputs.exchange` has returned, behind `wait` and before `release`, from slots that
+            `Lookups` that `EmbeddingInputs.exchange` has returned, after `wait` and before `release`, from slots that
             are these tables: they are read where they have arrived, and offsets, per_sample_weights and batch_per_rank
             come with them; `bounds` is that of the exchange. The gradient of their per_sample_weights travels to the PE
             that passed them to `exchange`.
@@ -184,7 +184,7 @@ def _recorded(
     world = _world.for_call()
     kind = LookupKind.of_batch(*given) if arrived is None else _kind_of_arrived(weights, arrived)
     key = _key(world, world.team, weights, kind, *choices)
-    # The backward pass reads what it was called with, also where the caller's lists are filled anew meanwhile.
+    # The backward pass reads what it was called with, also where the caller's lists are filled again meanwhile.
     weights = tuple(weights)
     launch: Callable[..., torch.Tensor]
     if not is_direct:  # what a mode or a compiler is to see

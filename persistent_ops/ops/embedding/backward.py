@@ -72,7 +72,7 @@ class EmbeddingOptimizer:
         eps: added to roots.
         weight_decay: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
         weight_decay_mode: "l2" or "decoupled"; see above.
-        max_norm: for "rowwise_adagrad", from 1e-18 to 1e18: rows whose Euclidean norm is larger behind the step, and
+        max_norm: for "rowwise_adagrad", from 1e-18 to 1e18: rows whose Euclidean norm is larger after the step, and
             before they are rounded, are scaled to it; None for any.
         betas: of "adam".
         rounding: of rows of 16 bits: "nearest", ties to even, or "stochastic", up or down in magnitude with the
@@ -85,9 +85,9 @@ class EmbeddingOptimizer:
     Attributes:
         lr, gradient_scale: `[1]`, float32, on the device; the kernel reads them, so that a CUDA graph's replay follows
             what is written there. A number that is assigned is written there.
-        step_count: `[1]`, int64, on the device: steps so far; the kernel counts. Assign it behind loading states; what
+        step_count: `[1]`, int64, on the device: steps so far; the kernel counts. Assign it after loading states; what
             is written there in place counts from the next step outside of a CUDA graph on, which waits on the host.
-        seeds: `[T]`, int64, on the device: see `seed`; assign them behind loading. Tables that are one tensor have the
+        seeds: `[T]`, int64, on the device: see `seed`; assign them after loading. Tables that are one tensor have the
             first one's.
 
     Raises:
@@ -220,7 +220,7 @@ class EmbeddingOptimizer:
         return found
 
     def loaded(self, step_count: int) -> None:
-        """Say that tables and states, which a launch that was given up may have changed in part, were loaded anew.
+        """Say that tables and states, which a launch that was given up may have changed in part, were loaded again.
 
         Args:
             step_count: of what was loaded, the same on every PE.
@@ -372,7 +372,7 @@ def update_alone(
     Raises:
         ValueError, TypeError: an argument; before anything is launched.
 
-    Not collective, on the current stream; may be captured in a CUDA graph behind a first call with the same shapes.
+    Not collective, on the current stream; may be captured in a CUDA graph after a first call with the same shapes.
     """
     world = _world.for_call()
     check_gradient(gradient, optimizer._tables)

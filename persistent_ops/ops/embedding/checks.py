@@ -90,7 +90,7 @@ def check_choices(pooling: str, bounds: str, schedule: str, *, is_weighted: bool
 
 
 def most_rows() -> int:
-    """Return how many rows a table may have: the number behind them stands for none."""
+    """Return how many rows a table may have: the number after them stands for none."""
     return literal("tile/bag_stream.cuh", "kNoRow")
 
 

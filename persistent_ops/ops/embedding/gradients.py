@@ -86,7 +86,7 @@ def dense_gradients(
         ValueError, TypeError: an argument's shape, dtype, layout or device.
         RuntimeError: a CUDA-graph capture meets shapes that were not called before, or more lookups.
 
-    Not collective, on the current stream, no host synchronization; may be captured in a CUDA graph behind a first call
+    Not collective, on the current stream, no host synchronization; may be captured in a CUDA graph after a first call
     with the same shapes.
     """
     world = _world.for_call()

@@ -195,7 +195,7 @@ class EmbeddingInputs:
         Without it they take turns, in the order of the calls, whatever the streams: on some GPU neither might find room
         until the other has ended. Call it when every operator has been called once with its largest shape, since it
         looks at the kernels so far. One that is launched for the first time later, and leaves no room, raises
-        RuntimeError. Capture CUDA graphs behind it: those captured before keep the launches of then, beside which none
+        RuntimeError. Capture CUDA graphs after it: those captured before keep the launches of then, beside which none
         may become resident.
 
         Returns:

@@ -166,7 +166,7 @@ class InversionKey(NamedTuple):
         team: this PE alone.
         rows, index_dtype, offset_dtype, counts, lookups: see `invert`.
         items: of a thread in a tile.
-        room_for: WGs of the launch behind it.
+        room_for: WGs of the launch after it.
         tuning: of the operator.
     """
 
@@ -401,7 +401,7 @@ def invert(
         TypeError, ValueError: an argument's dtype, shape, layout or device; 2^30 lookups or more.
         RuntimeError: a CUDA-graph capture meets a combination that was not called before.
 
-    Not collective, no host synchronization; may be captured in a CUDA graph behind a first call.
+    Not collective, no host synchronization; may be captured in a CUDA graph after a first call.
     """
     _check(world, rows, indices, offsets)
     dtypes = (indices.dtype, offsets.dtype)
@@ -429,7 +429,7 @@ def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool, 
         ValueError: room for 2^30 lookups or more, or regions of 4 GiB or more where there are weights.
         RuntimeError: see `invert`.
 
-    Not collective, no host synchronization; may be captured in a CUDA graph behind a first call.
+    Not collective, no host synchronization; may be captured in a CUDA graph after a first call.
     """
     dtypes = (arrived.index_dtype, torch.int32)
     plan = _plan(world, rows, dtypes, arrived.capacity, counts=counts, lookups=arrived.is_weighted, room_for=room_for)

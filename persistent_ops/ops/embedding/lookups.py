@@ -49,7 +49,7 @@ class LookupSource:
         first_sample: of the PE's samples in the global batch.
         samples: B_s, how many there are.
         offsets: `[T * B_s + 1]`, int32, slot-major, for this PE's T slots.
-        indices: `[capacity]`, int32 or int64; those behind the last offset are undefined. -1: skipped.
+        indices: `[capacity]`, int32 or int64; those after the last offset are undefined. -1: skipped.
         per_sample_weights: the same, float32, or None.
         num_lookups: that are here.
         capacity: lookups that there is room for.
@@ -120,7 +120,7 @@ class Region:
         self.samples = self.sources[:, fields_of_source()["samples"]]
 
     def order_behind_readers(self) -> None:
-        """Order what the current stream does next behind the last one."""
+        """Order what the current stream does next after the last one."""
         if self.is_held:
             raise RuntimeError(
                 "embedding_inputs: the lookups of two earlier calls have not been released; call release() behind the "
@@ -238,9 +238,9 @@ class InputExchange:
 class Lookups:
     """A batch's lookups on their way to this PE's tables, or here.
 
-    `wait` comes before the launches that read them, `release` behind the last one; as a context, both are called. Each
+    `wait` comes before the launches that read them, `release` after the last one; as a context, both are called. Each
     on the stream of those launches. ``po.embedding_all_to_all(tables, lookups, ...)`` reads them, and so does its
-    backward pass: release them behind ``backward()``, or behind the call where no gradients are recorded. A backward
+    backward pass: release them after ``backward()``, or after the call where no gradients are recorded. A backward
     pass that finds them released raises RuntimeError and changes nothing.
 
     Attributes:
@@ -318,7 +318,7 @@ class Lookups:
             region.reported_by(self._report_number, self._arrived)
 
     def wait(self, *, among: Sequence[Lookups] = ()) -> None:
-        """Order what the current stream does next behind the arrival.
+        """Order what the current stream does next after the arrival.
 
         Outside of CUDA graphs it looks at what the exchange reports, and waits on the host until it has ended, which
         in a loop that sends a batch ahead is long over; where a message found no room it makes more and sends again.
@@ -352,7 +352,7 @@ class Lookups:
         return self._given is None or (report.state == self._report_number and report.full_source < 0)
 
     def learn_split(self) -> None:
-        """Take `batch_per_rank` from what has come, where it was not passed; behind `wait`, and waits on the host.
+        """Take `batch_per_rank` from what has come, where it was not passed; after `wait`, and waits on the host.
 
         Raises:
             RuntimeError: in a CUDA-graph capture, where the host cannot wait.
@@ -366,7 +366,7 @@ class Lookups:
             self.batch_per_rank = tuple(self._samples.tolist())
 
     def release(self, why: str = _BEHIND_THE_LAST) -> None:
-        """Say that no launch behind those of the current stream reads them: their region may be filled again.
+        """Say that no launch after those of the current stream reads them: their region may be filled again.
 
         Args:
             why: what to tell whoever reads them all the same.

@@ -1,7 +1,7 @@
 """Recognizing a list of tables that was passed before, at a cost of well under a microsecond per table.
 
-A set is the same while the storages behind its tables live: their addresses alone would say the same of tables that
-were freed and allocated anew, and would say it on one PE and not on another. It is known by its tensor objects; what
+A set is the same while the storages of its tables live: their addresses alone would say the same of tables that
+were freed and allocated again, and would say it on one PE and not on another. It is known by its tensor objects; what
 may change under such an object (`w.data = ...`, `w.resize_(...)`) is compared at every call.
 """
 

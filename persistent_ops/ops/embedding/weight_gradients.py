@@ -90,7 +90,7 @@ def return_gradients(world: World, lookups: Lookups, products: torch.Tensor) -> 
         RuntimeError: a CUDA-graph capture meets a combination that was not called before.
         PeerTimeoutError, ContractMismatchError: of this or an earlier launch.
 
-    Collective, on the current stream, no host synchronization; may be captured in a CUDA graph behind a first call.
+    Collective, on the current stream, no host synchronization; may be captured in a CUDA graph after a first call.
     """
     state = OPERATOR.state(world)
     plans: Plans[ReturnPlan] = state.plans

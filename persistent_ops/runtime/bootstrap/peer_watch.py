@@ -4,7 +4,7 @@ Every PE leaves its state in the mailbox, "here" with what `CallOrder` tells of 
 A thread looks at that count, and at the processes of this host, four times a second; what it finds goes to the kernels,
 which then wait no longer, or do not count the time.
 
-A PE that prepares a launch says so anew every second. Where it falls silent (its process is stopped, say), or prepares
+A PE that prepares a launch says so again every second. Where it falls silent (its process is stopped, say), or prepares
 for longer than any compiler takes, time counts again: no wait is without a bound.
 """
 

@@ -84,7 +84,7 @@ def _describe(header: str) -> Description:
             constants[name] = int(rest[0])
         else:
             queries[name] = _query(library, name)
-    for name, size in sizes.items():  # a struct comes behind those that it has as fields
+    for name, size in sizes.items():  # a struct comes after those that it has as fields
         structs[name] = _struct(name, size, fields[name], structs)
     checks = [f"sizeof({name}) == {size}" for name, size in sizes.items()]
     checks += [f"offsetof({name}, {field}) == {place}" for name in sizes for field, place, _ in fields[name]]

@@ -70,7 +70,7 @@ class KernelSource:
         entry: path of the file, relative to the root, for example "kernels/barrier.cuh".
         defines: (name, value) pairs, each passed as -Dname=value; no name twice.
         root: folder that includes are relative to; None for the package's own kernel sources.
-        head, tail: lines of C++ before and behind the file: what instantiates its templates, for one.
+        head, tail: lines of C++ before and after the file: what instantiates its templates, for one.
     """
 
     entry: str

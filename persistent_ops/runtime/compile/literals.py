@@ -15,7 +15,7 @@ __all__ = ["literal", "vector_bytes", "warp_size"]
 
 @functools.cache
 def literal(header: str, name: str) -> int:
-    """Return a constant that a header defines as a plain number; the GPU's, where the host has its own behind that.
+    """Return a constant that a header defines as a plain number; the GPU's, where the host has its own after that.
 
     Raises:
         ValueError: it defines none, or not as a number.
