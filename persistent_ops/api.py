@@ -1,4 +1,4 @@
-"""The public functions around the operators: joining a world, symmetric memory, errors."""
+"""Public functions around the operators: join a world, use symmetric memory, report errors."""
 
 from __future__ import annotations
 
@@ -47,36 +47,40 @@ def init(
     """Join the world of this job.
 
     Collective and blocking. The environment says who the peers are: torchrun, Hydra (nvshmrun, mpiexec.hydra), Open
-    MPI, Slurm's srun or `po.launch`; without any of them the world has one PE. An initialized torch.distributed is used
-    instead where there is one.
+    MPI, Slurm's srun or `po.launch`. Without a launcher the world has one PE. If torch.distributed is initialized, its
+    ranks become the PEs.
 
-    On "cuda" a PE takes torch's current device where this process has initialized CUDA, as `torch.cuda.set_device` does
-    and any other use of a GPU; else the device of the launcher's local rank (LOCAL_RANK and its like), also where
-    `group` is a part of the job; else that of its place among the group's ranks on this host. It becomes the current
-    device. PEs that share a GPU are warned; where GPUs are too few, equally many PEs go on each.
+    On "cuda" the PE picks its device in this order, and makes it the current device:
+
+    1. torch's current device, if this process has already used CUDA (for example through `torch.cuda.set_device`).
+    2. The device of the launcher's local rank (LOCAL_RANK or its counterpart). If `group` is a part of the job, this
+       local rank still counts.
+    3. The device of the PE's position among the ranks on this host.
+
+    PEs that share a GPU get a warning. If there are fewer GPUs than PEs, each GPU must hold equally many PEs.
 
     Args:
-        backend: "cuda" (one PE per GPU, NVSHMEM), "host" (CPU, shared memory), or "auto": "cuda" where torch sees a
-            GPU. What was taken is logged by rank 0 (logger "persistent_ops") and told by `po.backend()`.
-        group: torch.distributed process group whose ranks become the PEs, on its members only; None for the default
-            one or the environment. Groups that have no rank in common are worlds of their own, side by side.
-        timeout: seconds within which all PEs must have joined; None for PERSISTENT_OPS_TIMEOUT or 120.
-        operator_timeout: seconds after which a wait for a peer, in a kernel or where PEs meet on the host (`po.empty`,
-            `po.recover`), becomes an error; None for PERSISTENT_OPS_OPERATOR_TIMEOUT or 600. It is for a peer that is
-            alive: one that was killed is noticed within a second, one that has left with `finalize` or at its program's
-            end within 5 (on "cuda" 15), and the time in which one compiles a kernel is not counted.
-        heap_size: bytes of symmetric heap on each PE; None for 4 GiB on "cuda", 1 GiB on "host" (where pages that are
-            not used cost nothing).
-        transport: "auto", or "staged" to send everything by put and signal, as to a peer on another host.
-        host_options: of the host backend, for tests: network_delay_us, wg_size.
+        backend: "cuda" (one PE per GPU, NVSHMEM), "host" (CPU, shared memory), or "auto": "cuda" if torch sees a GPU.
+            Rank 0 logs the choice (logger "persistent_ops"), and `po.backend()` returns it.
+        group: torch.distributed process group whose ranks become the PEs; only its members call `init`. None: the
+            default group, or the environment. Groups without a common rank are separate worlds.
+        timeout: seconds within which all PEs must join; None for PERSISTENT_OPS_TIMEOUT or 120.
+        operator_timeout: seconds after which a wait for a live peer raises, in a kernel or where PEs meet on the host
+            (`po.empty`, `po.recover`); None for PERSISTENT_OPS_OPERATOR_TIMEOUT or 600. A killed peer is noticed within
+            a second, and a peer that has called `finalize` or ended its program within 5 s (on "cuda" 15 s). Time that
+            a peer spends compiling a kernel does not count.
+        heap_size: bytes of symmetric heap on each PE; None for 4 GiB on "cuda" and 1 GiB on "host", where unused pages
+            cost nothing.
+        transport: "auto"; or "staged" to send everything by put and signal, as to a peer on another host.
+        host_options: for tests of the host backend: network_delay_us, wg_size.
 
     Raises:
         ValueError: an argument is out of range.
-        RuntimeError: already initialized.
-        BootstrapError: a PE is missing, dead, numbered twice or of another job, the launcher's environment
-            contradicts itself, or some GPUs carry more PEs than others.
-        BackendUnavailableError: the backend cannot run here, or PEs chose different ones.
-        SymmetricHeapError: the heap has no room for what a world itself needs, or is more than there is.
+        RuntimeError: this process has already joined a world.
+        BootstrapError: a PE is missing or dead, has the number of another PE, or belongs to another job; the launcher's
+            environment contradicts itself; or some GPUs hold more PEs than others.
+        BackendUnavailableError: the backend cannot run here, or PEs chose different backends.
+        SymmetricHeapError: `heap_size` is too small for the world's own data, or larger than the memory.
     """
     joining.init(
         backend,
@@ -90,7 +94,7 @@ def init(
 
 
 def rank() -> int:
-    """Return this PE's number, 0 to world_size() - 1."""
+    """Return the number of this PE, 0 to world_size() - 1."""
     return _world.current().rank
 
 
@@ -110,23 +114,24 @@ def backend() -> str:
 
 
 def device() -> torch.device:
-    """Return the device that this PE's tensors live on."""
+    """Return the device of this PE's tensors."""
     return _world.current().backend.device
 
 
 def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Allocate an uninitialized tensor in the symmetric heap, at the same offset on every PE.
 
-    Collective and blocking; every PE passes the same size and dtype, in the same order of calls.
+    Collective and blocking. Every PE passes the same size and dtype, in the same order of calls.
 
     Args:
         size: shape, as for torch.empty.
         dtype: of the elements.
 
     Raises:
-        TypeError, ValueError: a size that is no whole number, or below 0.
-        SymmetricHeapError: no room on some PE, or the PEs asked for different tensors.
-        PeerTimeoutError, ContractMismatchError: a PE did not come, or called something else, now or in a launch before.
+        TypeError, ValueError: a size is not a whole number, or is negative.
+        SymmetricHeapError: a PE has no room, or the PEs asked for different tensors.
+        PeerTimeoutError, ContractMismatchError: a PE did not come or called something else, now or in an earlier
+            launch.
     """
     given = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     shape = tuple(as_whole_number(n, f"size: expected whole numbers, got {list(given)}") for n in given)
@@ -139,12 +144,12 @@ def empty(*size: int | tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
 
 
 def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor into the symmetric heap; collective, see `empty`. The copy is on the world's device.
+    """Copy a tensor into the symmetric heap, on the world's device; collective, see `empty`.
 
-    No gradient flows back from it.
+    The copy passes no gradient back to `tensor`.
 
     Raises:
-        TypeError: it is not a plain dense tensor, or has no memory.
+        TypeError: `tensor` is not a plain dense tensor, or has no memory.
     """
     require_plain({"tensor": tensor})
     if tensor.is_meta:
@@ -157,12 +162,12 @@ def to_symmetric(tensor: torch.Tensor) -> torch.Tensor:
 def peer_view(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     """Return a tensor over PE `rank`'s copy of a symmetric tensor.
 
-    Reads and writes go over the links; ordering them with the peer's own is the caller's business (`po.barrier`).
+    Reads and writes go over the links. The caller must order them with the peer's own accesses (`po.barrier`).
 
     Raises:
-        NotSymmetricError: `tensor` is not this PE's symmetric memory, or the peer is not load/store reachable.
-        TypeError: `tensor` is not a plain dense tensor, or `rank` no whole number.
-        ValueError: no such PE, or `tensor` is not contiguous.
+        NotSymmetricError: `tensor` is not in this PE's symmetric heap, or loads and stores do not reach the peer.
+        TypeError: `tensor` is not a plain dense tensor, or `rank` is not a whole number.
+        ValueError: there is no such PE, or `tensor` is not contiguous.
     """
     require_plain({"tensor": tensor})
     number = as_whole_number(rank, f"rank: expected a whole number, got {rank!r}")
@@ -170,11 +175,11 @@ def peer_view(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Give a tensor from `empty` or `to_symmetric` back; collective. It and its views must not be used afterwards.
+    """Free a tensor from `empty` or `to_symmetric`; collective. The tensor and its views must not be used afterwards.
 
     Raises:
-        TypeError: it is not a plain dense tensor.
-        NotSymmetricError: it is not such a tensor but a part of one, or was given back already.
+        TypeError: `tensor` is not a plain dense tensor.
+        NotSymmetricError: `tensor` is only a part of such a tensor, or was freed before.
         PeerTimeoutError, ContractMismatchError: see `empty`.
     """
     require_plain({"tensor": tensor})
@@ -182,7 +187,7 @@ def free(tensor: torch.Tensor) -> None:
 
 
 def barrier() -> None:
-    """Wait until every PE has come here and all launches before it on this PE's current stream have completed.
+    """Wait until every PE has called this function and all earlier launches on their current streams have completed.
 
     Collective and blocking.
 
@@ -195,28 +200,30 @@ def barrier() -> None:
 
 
 def check() -> None:
-    """Wait for this PE's launches and raise what they reported.
+    """Wait for this PE's launches and raise the errors that they reported.
 
-    On "cuda" an operator returns before its kernel has run, so its errors are raised by the next operator or by this
-    function; on "host" the operator raises them itself, but in a backward pass.
+    On "cuda" an operator returns before its kernel has run. The next operator or this function raises its errors. On
+    "host" the operator itself raises them, except in a backward pass.
 
     Raises:
-        PeerTimeoutError, ContractMismatchError: see those; the world needs `po.recover()`.
-        IndexError, ValueError, CapacityError: a kernel met bad input; the world stays usable. What is wrong with the
-            input of a call that has a handle, its `wait()` raises.
+        PeerTimeoutError, ContractMismatchError: a launch was given up; the world needs `po.recover()`.
+        IndexError, ValueError, CapacityError: a kernel met bad input; the world stays usable. If the call returned a
+            handle, the handle's `wait()` raises these instead.
     """
     _world.current().check()
 
 
 def recover() -> None:
-    """Make the world usable again after PeerTimeoutError or ContractMismatchError; collective and blocking.
+    """Make the world usable again after PeerTimeoutError or ContractMismatchError.
 
-    Also after a launch on the host that has not begun. Every PE of the world must be alive and call it. Results of
-    aborted launches stay poisoned. Who comes first waits for twice ``operator_timeout`` (once more for each exchange of
-    inputs that has launches of its own), since its peers may come to an operator later than it did, and wait there.
+    Collective and blocking. Every PE of the world must be alive and call it. It also recovers from a launch on the host
+    backend that has not begun. Results of aborted launches stay poisoned (NaN).
+
+    The first PE waits for twice `operator_timeout`, and once more for each `EmbeddingInputs` with launches of its own:
+    its peers may reach an operator later than this PE did, and wait there.
 
     Raises:
-        BootstrapError: a PE did not come within that time; the world is lost then, and all that follows is refused.
+        BootstrapError: a PE did not come within that time. The world is then lost, and all later calls are refused.
     """
     _world.current().recover()
 
@@ -225,19 +232,20 @@ def recover() -> None:
 def process_group(
     backend: str | None = None, *, timeout: float | None = None, max_ctas: int | None = None
 ) -> Iterator[None]:
-    """Make torch.distributed's default process group of the world's PEs, whatever launcher started them.
+    """Make torch.distributed's default process group of the world's PEs, under any launcher.
 
-    A context manager, collective to enter and to leave: the group lives as long as the context. It is for what runs
-    beside the operators, such as DistributedDataParallel. A world that was made of a process group needs none.
+    A context manager; collective to enter and to leave. The group lives as long as the context. It serves code beside
+    the operators, such as DistributedDataParallel. A world that was made from a process group does not need it.
 
     Args:
-        backend: "nccl" or "gloo"; None for "nccl" on "cuda", and "gloo" on "host" and where PEs share a GPU, which NCCL
+        backend: "nccl" or "gloo". None: "nccl" on "cuda"; "gloo" on "host" and where PEs share a GPU, which NCCL
             refuses.
-        timeout: seconds that a collective of the group may take; None for the world's operator_timeout.
-        max_ctas: of NCCL's kernels, which then have no clusters either (`po.nn.leave_room`); None for NCCL's choice.
+        timeout: seconds for one collective of the group; None for the world's operator_timeout.
+        max_ctas: limit of CTAs for NCCL's kernels, which then also use no clusters (`po.nn.leave_room`); None for
+            NCCL's choice.
 
     Raises:
-        RuntimeError: this process has a default group already, or torch cannot make one.
+        RuntimeError: this process already has a default group, or torch cannot make one.
         BootstrapError: a PE did not come.
     """
     world = _world.current()
