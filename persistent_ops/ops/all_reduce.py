@@ -1,4 +1,4 @@
-"""All-reduce of any size, and all-reduce with the RMS norm after it, each in one kernel."""
+"""All-reduce of tensors of any size, and all-reduce followed by the RMS norm of rows, each in one kernel."""
 
 from __future__ import annotations
 
@@ -42,37 +42,38 @@ def all_reduce(
 ) -> torch.Tensor:
     """Sum a tensor over all PEs, in one kernel.
 
-    ``sum = round(x_0 + x_1 + ... + x_{P-1} + bias + residual)``, on every PE, added in fp32 in this order and rounded
-    once. Where bias and residual agree, all PEs get the same bits; so do repeated calls and all algorithms, and an
-    element has the same bits whatever others it travels with. Of a sum that is NaN algorithms may give different NaNs.
+    ``sum = round(x_0 + x_1 + ... + x_{P-1} + bias + residual)`` on every PE, added in fp32 in this order and rounded
+    once. If bias and residual agree, all PEs get the same bits. Repeated calls and all algorithms give the same bits
+    too, and an element has the same bits whichever other elements are in the tensor. If a sum is NaN, algorithms may
+    give different NaNs.
 
     Args:
-        x: `[...]`, contiguous, float32, float16 or bfloat16, any memory of the device; the same shape on every PE.
+        x: `[...]`, contiguous, float32, float16 or bfloat16, in any memory of the device; the same shape on every PE.
             Tensors that begin at multiples of 16 bytes take the fast path.
-        residual: of x's shape and dtype, contiguous; added once. The PEs pass one all or none. With two shots the owner
-            of an element adds its own residual and bias, so all PEs get its sum.
-        bias: `[x.shape[-1]]`, dtype of x; added once. The PEs pass one all or none.
-        out: of x's shape and dtype, contiguous, any memory of the device; it may be x or residual, and overlaps
-            nothing else that is passed.
-        algorithm: "one_shot" sends every element to every PE; "two_shot" to its owner, which sends every PE the sum;
-            both in packets of 16 bytes that are seen to be there by themselves. "slices" is "two_shot" part by part,
-            for large tensors. "auto" chooses by bytes and PEs (`SWITCH_POINTS` in all_reduce_plan.py).
+        residual: shape and dtype of x, contiguous; added once. All PEs pass a residual, or none does. With two shots,
+            the owner of an element adds its own residual and bias, so all PEs get the owner's sum.
+        bias: `[x.shape[-1]]`, dtype of x; added once. All PEs pass a bias, or none does.
+        out: shape and dtype of x, contiguous, in any memory of the device. It may be x or residual, and must not
+            overlap any other argument.
+        algorithm: "one_shot" sends every element to every PE. "two_shot" sends an element to its owner, which sends the
+            sum to every PE. Both send packets of 16 bytes whose arrival the receiver detects without a separate flag.
+            "slices" is "two_shot" part by part, for large tensors. "auto" chooses by bytes and number of PEs
+            (`SWITCH_POINTS` in all_reduce_plan.py).
 
     Returns:
-        `[...]`, shape and dtype of x, in ordinary memory of this PE's device; `out` where it is given.
+        `[...]`, shape and dtype of x, in ordinary memory of this PE's device; `out` if given.
 
     Raises:
-        ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
+        ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before any launch.
         RuntimeError: a CUDA-graph capture meets a shape that was not called before.
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else (another size, dtype
-            or algorithm). On "cuda" they come with the next operator or `po.check()`; elements that did not arrive are
+            or algorithm). On "cuda" the next operator or `po.check()` raises them, and elements that did not arrive are
             NaN.
         NotImplementedError: in a backward pass; the operator is forward only.
 
-    Collective, on the current stream; the first call with a shape is blocking. May be captured in a CUDA graph after
-    it. Needs at most 64 MiB of the symmetric heap, whatever the size of x.
-    Source: one-shot and two-shot all-reduce of TensorRT-LLM's custom kernels, with their buffers that are empty until
-    data comes ("Lamport").
+    Collective, on the current stream. The first call with a shape is blocking; after it, calls may be captured in a
+    CUDA graph. Uses at most 64 MiB of the symmetric heap for any size of x. Source: one-shot and two-shot all-reduce of
+    TensorRT-LLM's custom kernels, with their "Lamport" buffers, which are empty until data arrives.
     """
     total: torch.Tensor = _all_reduce((x, residual, bias, algorithm), {"out": out}, (x,), (residual, bias, out))
     return total
@@ -93,32 +94,32 @@ def all_reduce_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum a tensor over all PEs and take the RMS norm of the sum's rows, in one kernel.
 
-    ``sum`` as `all_reduce` gives it, and of the rounded sum
-    ``norm = round(sum / sqrt(mean(sum^2) + eps) * (weight_bias + weight))`` over the last dimension, in fp32 and
-    rounded once; with `scale`, divided by it and converted to float8_e4m3fn, what is too large to +-448. The order in
-    which squares are added depends on the width alone, so a row has the same bits whatever others it travels with.
+    ``sum`` is the result of `all_reduce`. ``norm = round(sum / sqrt(mean(sum^2) + eps) * (weight_bias + weight))`` is
+    taken of the rounded sum over the last dimension, in fp32, and rounded once. With `scale`, the norm is divided by it
+    and converted to float8_e4m3fn, saturating at +-448. The order in which squares are added depends only on the width,
+    so a row has the same bits whichever other rows are in the tensor.
 
     Args:
         x: `[..., D]`, as for `all_reduce`.
         weight: `[D]`, dtype of x.
         residual, bias, algorithm: as for `all_reduce`.
-        eps: 0 or more; it may differ from call to call. Each PE takes norms by itself, with its own weight, eps,
-            weight_bias and scale: that these agree is not compared.
+        eps: 0 or more; it may differ from call to call. Each PE uses its own weight, eps, weight_bias and scale. The
+            operator does not check that these agree.
         weight_bias: added to the weight, in fp32 (1 for Gemma's norm).
-        out: for the sum; of x's shape and dtype, contiguous; it may be x or residual, and overlaps nothing else that is
-            passed.
-        norm_out: for the norm; of x's shape, contiguous, dtype of x, or float8_e4m3fn where `scale` is given; it may be
-            x or residual where it has their dtype, and overlaps nothing else that is passed.
-        scale: `[1]` or `[]`, float32, on the device, above 0: what the norm is divided by.
+        out: for the sum; shape and dtype of x, contiguous. It may be x or residual, and must not overlap any other
+            argument.
+        norm_out: for the norm; shape of x, contiguous, dtype of x, or float8_e4m3fn if `scale` is given. It may be x or
+            residual if it has their dtype, and must not overlap any other argument.
+        scale: `[1]` or `[]`, float32, on the device, above 0: the divisor of the norm.
 
     Returns:
-        (sum, norm), both of x's shape; the sum in x's dtype, the norm in x's or, with `scale`, in float8_e4m3fn.
+        (sum, norm), both of x's shape. The sum has x's dtype; the norm has x's dtype or, with `scale`, float8_e4m3fn.
 
     Raises:
-        As `all_reduce`, and ValueError: eps is negative or not finite, weight_bias not finite, a float8 norm_out
-            without a scale.
+        All errors of `all_reduce`, and ValueError: eps is negative or not finite, weight_bias is not finite, or
+            norm_out is float8 without a scale.
 
-    Collective, stream and CUDA graph as for `all_reduce`; `scale` is read by the kernel.
+    Collective, stream and CUDA graph as for `all_reduce`. The kernel reads `scale`, so it may change between replays.
     Source: the fusion of vLLM, FlashInfer and TensorRT-LLM (all-reduce + residual + RMSNorm + quantization).
     """
     numbers = (as_number("eps", eps), as_number("weight_bias", weight_bias))
@@ -131,11 +132,11 @@ def all_reduce_rms_norm(
 
 
 def add_up_gradients(sums: torch.Tensor, forward_pass: int) -> None:
-    """Sum what all PEs have for a forward pass, in place.
+    """Sum the gradients of one forward pass over all PEs, in place.
 
     Args:
         sums: as x of `all_reduce`, without a gradient.
-        forward_pass: its number (`CallNumbers`): PEs that come with those of different ones do not match.
+        forward_pass: number of the forward pass (`CallNumbers`). PEs that pass different numbers do not match.
     """
     _execute(sums, None, None, None, None, "auto", 0.0, 0.0, out=sums, forward_pass=forward_pass)
 

@@ -1,4 +1,4 @@
-"""GEMV: the half of gemv_all_reduce that communicates with nobody."""
+"""GEMV: gemv_all_reduce on one PE, without communication."""
 
 from __future__ import annotations
 
@@ -42,34 +42,35 @@ def gemv(
     """Multiply a weight by one or a few vectors, on this PE alone.
 
     ``y[n] = round(weight @ x[n] + bias + residual[n])``, by the kernel of `gemv_all_reduce` and with its guarantees:
-    products are added up in fp32 and rounded once, repeated calls give the same bits, and so does a vector whatever
-    others it travels with.
+    products are added in fp32 and rounded once, repeated calls give the same bits, and a vector has the same bits
+    whichever other vectors are in the call.
 
     Args:
         weight: `[M, K]`, contiguous (the layout of `nn.Linear`), float32, float16 or bfloat16. Rows of a multiple of 16
             bytes take the fast path.
         x: `[K]`, or `[N, K]` with N from 1 to 16, contiguous, dtype of the weight.
         bias: `[M]`, dtype of the weight. A captured graph keeps reading it.
-        residual: of the result's shape and dtype.
-        out: of the result's shape, contiguous, any memory of the device; it may be `residual`, and overlaps
-            nothing else that is passed.
-        prefetch_weight: on "cuda", start reading the weight before the kernel before this one on the stream has ended
-            (a programmatic dependent launch). Unsafe only where that kernel writes the weight. It pays after kernels
-            that let this one begin early and then still have work, such as GEMVs of this package; after short ones it
-            costs about 1 us, since x then comes later. With several vectors it pays for small weights alone, and does
-            nothing where they find no room on a multiprocessor (16 vectors of about 4900 columns in 16 bits).
+        residual: shape and dtype of the result.
+        out: shape of the result, contiguous, in any memory of the device. It may be `residual`, and must not overlap
+            any other argument.
+        prefetch_weight: on "cuda", start to read the weight before the previous kernel on the stream has ended (a
+            programmatic dependent launch). Unsafe only if that kernel writes the weight. It helps after kernels that
+            let this one begin early and then still have work, such as GEMVs of this package. After short kernels it
+            costs about 1 us, since x then comes later. With several vectors it helps only for small weights, and does
+            nothing if the vectors do not fit into shared memory (16 vectors of about 4900 columns in 16 bits).
 
     Returns:
         `[M]` or `[N, M]`, dtype of the weight, in ordinary memory of this PE's device.
 
     Raises:
-        ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before anything is launched.
+        ValueError, TypeError: an argument's shape, dtype, device, layout or overlap; before any launch.
         RuntimeError: a CUDA-graph capture meets a shape that was not called before, or `po.init()` was not called.
-        PersistentOpsError: what an earlier operator of this PE left behind, as from `po.check()`.
+        PersistentOpsError: an error of an earlier operator of this PE, as from `po.check()`.
         NotImplementedError: in a backward pass; the operator is forward only.
 
-    Not collective: the other PEs need not call it. On the current stream; the first call with a shape is blocking. May
-    be captured in a CUDA graph after it; replays that contain it should not overlap on a PE, which is safe but slow.
+    Not collective: other PEs need not call it. On the current stream. The first call with a shape is blocking; after
+    it, calls may be captured in a CUDA graph. Replays that contain it should not overlap on a PE: that is safe but
+    slow.
     """
     arguments = (weight, x, bias, residual, prefetch_weight)
     result: torch.Tensor = _operator(arguments, {"out": out}, (weight, x), (bias, residual, out))

@@ -1,4 +1,4 @@
-"""Sparse all-reduce in the shape of oneCCL's sparse collective: separate buffers, callbacks for the result."""
+"""Sparse all-reduce with the interface of oneCCL's sparse collective: separate buffers, callbacks for the result."""
 
 from __future__ import annotations
 
@@ -43,35 +43,36 @@ def sparse_all_reduce_buffers(
     op: str = "sum",
     async_op: bool = False,
 ) -> Work[None] | None:
-    """Sum entries over all PEs and hand the result to a callback.
+    """Sum entries over all PEs and pass the result to a callback.
 
     Args:
-        indices: `[n]`, int32 or int64: row numbers, in any order, any number of times; n is at most 2^31 - 1.
+        indices: `[n]`, int32 or int64: row numbers, in any order, with any number of repetitions; n is at most 2^31 -
+            1.
         values: `[n, ...]`, float32, float16 or bfloat16.
         num_rows: R, at most 2^31, the same on every PE.
-        completion_fn: called with the result's indices, values and `fn_ctx`. The library owns them: copy what is needed
-            after the call.
+        completion_fn: called with the result's indices, values and `fn_ctx`. The library owns both tensors: copy what
+            is needed after the call.
         alloc_fn: called with the number of rows of the result, the dtype of its indices, the shape of a row, the dtype
-            of the values and `fn_ctx`; returns two contiguous tensors, which receive indices and values. Exactly one of
-            the two is given.
-        fn_ctx: passed on to the callback.
-        coalesce: "regular" as `sparse_all_reduce`; "keep_precision" the same with values of 16 bits not rounded but
-            given as float32; "disable" all PEs' entries one after the other, in rank order, neither sorted nor summed.
+            of the values and `fn_ctx`. It returns two contiguous tensors, which receive indices and values. Pass
+            exactly one of the two callbacks.
+        fn_ctx: passed to the callback.
+        coalesce: "regular": as `sparse_all_reduce`. "keep_precision": the same, with values of 16 bits returned as
+            float32, not rounded. "disable": all PEs' entries one after the other, in rank order, neither sorted nor
+            summed.
         op: "sum" or "mean"; "sum" with "disable".
-        async_op: return a `Work`; its `wait()` calls the callback. With "disable" the call waits on the host for the
-            PEs' numbers of entries nevertheless. Indices and values stay as they are until `wait()`.
+        async_op: return a `Work` whose `wait()` calls the callback. With "disable" the call still waits on the host for
+            the PEs' numbers of entries. Do not change indices and values until `wait()`.
 
     Returns:
         None, or with `async_op` a `Work`.
 
     Raises:
-        TypeError, ValueError: an argument; before anything is launched.
+        TypeError, ValueError: an invalid argument; before any launch.
         IndexError, PeerTimeoutError, ContractMismatchError, SymmetricHeapError: as `sparse_all_reduce`; the callback is
-            not called. What the others get lacks entries that are no rows, with "disable" too.
-        NotImplementedError: where a gradient of values is recorded.
+            not called. The results of the other PEs lack the invalid entries, with "disable" too.
+        NotImplementedError: a gradient of values is recorded.
 
-    Collective, on the current stream.
-    Source: the contract of oneCCL's sparse_allreduce (2021.1 to 2021.5).
+    Collective, on the current stream. Source: the contract of oneCCL's sparse_allreduce (2021.1 to 2021.5).
     """
     world = _world.for_call()
     if (completion_fn is None) == (alloc_fn is None):

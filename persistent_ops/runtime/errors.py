@@ -1,4 +1,4 @@
-"""The exceptions that users of persistent_ops can meet."""
+"""The exceptions of persistent_ops."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _Error = TypeVar("_Error", bound=Exception)
 
 
 def to_raise(error: _Error) -> _Error:
-    """Return an error, which somebody keeps, such as it may be raised.
+    """Return a copy of a stored error, to be raised.
 
-    One that is raised has the frames of all who called, and so their tensors and CUDA graphs. Where one of them has the
-    error in turn, these would live until garbage is collected: in the middle of a capture, perhaps.
+    A raised error holds the frames of all callers, and so their tensors and CUDA graphs. If one of these refers to the
+    error, they would live until the next garbage collection, possibly in the middle of a capture.
     """
     again = copy.copy(error)
     again.__cause__ = error.__cause__
@@ -35,20 +35,22 @@ def to_raise(error: _Error) -> _Error:
 
 
 class PersistentOpsError(RuntimeError):
-    """Base class of the errors of joining, launching, compiling and memory. What an argument has wrong is a TypeError,
-    a ValueError or an IndexError."""
+    """Base class of errors of joining, launching, compiling and memory.
+
+    Invalid arguments raise TypeError, ValueError or IndexError.
+    """
 
 
 class BootstrapError(PersistentOpsError):
-    """The processing elements (PEs) of a job could not find each other, or disagree about the job."""
+    """The processing elements (PEs) of a job did not find each other, or disagree about the job."""
 
 
 class BackendUnavailableError(BootstrapError):
-    """The backend that was asked for cannot run on this machine."""
+    """The requested backend cannot run on this machine."""
 
 
 class CompileError(PersistentOpsError):
-    """A kernel could not be compiled; the message carries the command and the compiler's output."""
+    """A kernel could not be compiled. The message has the command and the compiler's output."""
 
 
 class SymmetricHeapError(PersistentOpsError):
@@ -56,23 +58,23 @@ class SymmetricHeapError(PersistentOpsError):
 
 
 class CapacityError(PersistentOpsError):
-    """A result has more rows, or a message more lookups, than there is room for; nothing of it was written."""
+    """A result has more rows, or a message has more lookups, than its buffers hold; nothing was written."""
 
 
 class NotSymmetricError(ValueError):
-    """A tensor that must live in this PE's symmetric heap does not (any more)."""
+    """A tensor that must be in this PE's symmetric heap is not, or no longer is."""
 
 
 class PeerTimeoutError(PersistentOpsError):
     """A peer did not answer within the time-out.
 
-    Outputs are poisoned with NaN. The message says whether what is changed in place, as tables are by their optimizer,
-    may be half changed.
+    Outputs are poisoned with NaN. The message says whether tensors that a launch changes in place, such as an
+    optimizer's tables, may be partly updated.
     """
 
 
 class PeerLostError(PeerTimeoutError):
-    """A peer that was waited for has ended, or this PE was interrupted; what that leaves is as in PeerTimeoutError."""
+    """A peer that this PE waited for has ended, or this PE was interrupted. Outputs are as for PeerTimeoutError."""
 
 
 class ContractMismatchError(PersistentOpsError):

@@ -46,30 +46,31 @@ def launch(
     """Run a function on several PEs of this machine and return their results.
 
     Args:
-        fn: Called as `fn(*args)` on every PE; calls `persistent_ops.init()` itself where it needs the other PEs. Must
-            be picklable (defined at module level) unless `threads` is set; the script that calls `launch` must guard
-            that call with `if __name__ == "__main__":`, because each process imports it afresh. From a notebook,
-            `python -c` or standard input, which no process can import, it is sent by value, with what it refers to;
-            that takes cloudpickle (`pip install 'persistent-ops[notebook]'`). Processes have the RANK, WORLD_SIZE,
-            LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT that torchrun sets, so `fn` may call
+        fn: called as `fn(*args)` on every PE. It calls `persistent_ops.init()` itself if it needs the other PEs. It
+            must be picklable (defined at module level) unless `threads` is set. The calling script must guard the call
+            with `if __name__ == "__main__":`, because each process imports the script again. From a notebook, `python
+            -c` or standard input, which no process can import, `fn` is sent by value with everything that it refers to;
+            this needs cloudpickle (`pip install 'persistent-ops[notebook]'`). The processes have RANK, WORLD_SIZE,
+            LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them, so `fn` may call
             `torch.distributed.init_process_group()`.
-        world_size: Number of PEs.
-        args: Arguments of `fn`, the same for all PEs.
-        threads: Make the PEs threads of this process instead of processes. A thread cannot be killed: one that hangs
-            past `timeout` is left behind as a daemon thread. At the interpreter's exit SystemExit is raised in such
-            threads, once they are back in Python code, and they are waited for, at most 5 s. No variables are set.
-        timeout: Seconds for the whole; then the processes are killed. None for no limit.
+        world_size: number of PEs.
+        args: arguments of `fn`, the same for all PEs.
+        threads: make the PEs threads of this process instead of processes, for tests. A thread cannot be killed: a
+            thread that hangs past `timeout` is left behind as a daemon thread. At the interpreter's exit, SystemExit is
+            raised in such threads once they are back in Python code, and the interpreter waits for them for at most 5
+            s. No environment variables are set.
+        timeout: seconds for the whole run; then the processes are killed. None for no limit.
 
     Returns:
-        The results in rank order. From processes they come as copies by pickle: a CUDA tensor needs a GPU to be read.
+        The results in rank order. Results of processes are copies by pickle: a CUDA tensor needs a GPU to be read.
 
     Raises:
-        Exception: The exception of the PE that failed first, where its type can be imported here, with that PE's
-            traceback as its cause.
-        PersistentOpsError: A PE was killed by a signal, ended without a result, returned what cannot be pickled, raised
-            an exception that cannot be rebuilt here, or the time-out passed; the rank is named. Or this process is
-            daemonic and may start none.
-        TypeError: `fn` is no function.
+        Exception: the exception of the PE that failed first, if its type can be imported here, with that PE's traceback
+            as its cause.
+        PersistentOpsError: the error names the rank. A PE was killed by a signal, ended without a result, returned a
+            result that cannot be pickled, or raised an exception that cannot be rebuilt here; or the time-out passed;
+            or this process is daemonic and may start no processes.
+        TypeError: `fn` is not a function.
         ValueError: `world_size` is less than 1, `timeout` is not positive, `fn` or `args` cannot be pickled, or they
             need cloudpickle, which is not installed.
     """

@@ -1,4 +1,4 @@
-"""The handle of a result under way."""
+"""The handle of a result that is not ready yet."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Result = TypeVar("Result")
 
 
 class Work(Generic[Result]):
-    """A result under way: what a call with `async_op=True` returns.
+    """A result that is not ready yet: what a call with `async_op=True` returns.
 
-    Wait for the handles of a PE in the same order on all PEs: a wait may launch again.
+    Wait for handles in the same order on all PEs: a wait may launch again.
     """
 
     def __init__(self, take: Callable[[], Result], is_ready: Callable[[], bool]) -> None:
@@ -24,13 +24,14 @@ class Work(Generic[Result]):
 
     @uncompiled
     def wait(self) -> Result:
-        """Let the current stream wait for the result, and return it, the same one each time.
+        """Make the current stream wait for the result, and return it. Later calls return the same result.
 
         Raises:
-            Exception: what launches have reported; bad rows of this call's input each time, and by this call alone.
+            Exception: errors that launches have reported. Bad rows of this call's input are raised each time, and only
+                here.
         """
         return self._take()
 
     def done(self) -> bool:
-        """Return whether `wait` would neither wait nor launch."""
+        """Return whether `wait` would return without a wait or a launch."""
         return self._is_ready()
