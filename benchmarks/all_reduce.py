@@ -1,4 +1,7 @@
-"""Benchmark of all_reduce: persistent-ops bench all_reduce [OPTIONS]. See README.md beside it."""
+"""Benchmark of all_reduce and all_reduce_rms_norm: persistent-ops bench all_reduce [OPTIONS].
+
+See README.md beside it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmark of embedding_all_to_all's backward pass: persistent-ops bench embedding_backward [OPTIONS].
+"""Benchmark of the backward pass of embedding_all_to_all: persistent-ops bench embedding_backward [OPTIONS].
 
 See README.md beside it. "fused" is the backward pass alone, without autograd: sort by row and launch, in a graph of its
 own (`embedding.backward_methods` says how); "forward_backward" goes through autograd, both passes in one graph.

@@ -1,4 +1,4 @@
-"""Benchmark of gemv_all_reduce: persistent-ops bench gemv_all_reduce [OPTIONS]. See README.md beside it."""
+"""Benchmark of gemv_all_reduce and gemv: persistent-ops bench gemv_all_reduce [OPTIONS]. See README.md beside it."""
 
 from __future__ import annotations
 

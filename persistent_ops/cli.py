@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import io
@@ -102,7 +103,7 @@ def bench(context: typer.Context, op: Annotated[str, typer.Argument(help="The op
 
 @app.command(context_settings=_PASS_ON)
 def trace(context: typer.Context, op: Annotated[str, typer.Argument(help="The operator.")] = "") -> None:
-    """Record a timeline of an operator's launches and tell what they come to (options as of `bench OP`)."""
+    """Record a timeline of an operator's launches and print their summary (options as of `bench OP`)."""
     _run_benchmark(trace, op, [*context.args, "--trace"])
 
 
@@ -132,7 +133,8 @@ def benchmarks() -> dict[str, Path]:
 def _run_benchmark(command: Callable[..., None], op: str, arguments: Sequence[str]) -> NoReturn:
     name, found = command.__name__, benchmarks()
     if op not in found:
-        listed = "\n".join(f"  persistent-ops {name} {each}" for each in found) or "  (none is installed)"
+        lines = [f"  persistent-ops {name} {each:<22}{_subject(file)}".rstrip() for each, file in found.items()]
+        listed = "\n".join(lines) or "  (none is installed)"
         if op in ("", "--help"):
             usage = f"Usage: persistent-ops {name} OP [ARGUMENTS OF THE BENCHMARK]"
             typer.echo(f"{usage}\n\n{inspect.getdoc(command)}\n\nOperators:\n{listed}")
@@ -142,6 +144,12 @@ def _run_benchmark(command: Callable[..., None], op: str, arguments: Sequence[st
     # Benchmarks share modules that lie beside them, and the PEs that they start import both by name.
     sys.path.insert(0, str(found[op].parent))
     raise typer.Exit(importlib.import_module(op).main(list(arguments)))
+
+
+def _subject(benchmark: Path) -> str:
+    """Return what a benchmark is of, as the first line of its file says."""
+    about = ast.get_docstring(ast.parse(benchmark.read_text())) or ""
+    return about.partition(":")[0].removeprefix("Benchmark of ")
 
 
 def _fail(error: Exception, code: int) -> None:

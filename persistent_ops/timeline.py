@@ -179,11 +179,11 @@ def _by_launch(launches: Sequence[Launch]) -> dict[_Key, list[Launch]]:
 def _summary(pe: int, operator: str, launches: list[list[Launch]], skews: list[float]) -> LaunchSummary:
     wgs = [wg for launch in launches for wg in launch]
     warp_time = sum((wg.end - wg.begin) * wg.num_warps for wg in wgs) or 1.0
-    waits: Counter[tuple[int, str]] = Counter()
+    waits: dict[tuple[int, str], list[Span]] = defaultdict(list)
     for wg in wgs:
         for span in wg.spans:
             if span.kind == "wait":
-                waits[span.peer, _kind_of_wait(span.what)] += span.end - span.begin  # type: ignore[assignment]
+                waits[span.peer, _NUMBER.sub("", span.what)].append(span)
     window = exposed = 0.0  # of warps, from the launch's first work for others on
     for launch in launches:
         first = min((wg.others.begin for wg in launch if wg.others), default=math.inf)
@@ -202,16 +202,27 @@ def _summary(pe: int, operator: str, launches: list[list[Launch]], skews: list[f
         own=sum(wg.own.total for wg in wgs if wg.own) / warp_time,
         others=sum(wg.others.total for wg in wgs if wg.others) / warp_time,
         waiting=min(sum(wg.waited for wg in wgs) / warp_time, 1.0),
-        waits=[(peer, what, time / len(launches) / 1e3) for (peer, what), time in waits.most_common()],
+        waits=sorted(
+            (
+                (peer, _what_for(spans), sum(span.end - span.begin for span in spans) / len(launches) / 1e3)
+                for (peer, _), spans in waits.items()
+            ),
+            key=lambda wait: -wait[2],
+        ),
         hidden=max(1.0 - exposed / window, 0.0) if window and not any(wg.lost for wg in wgs) else None,
         slowest_wg=last.most_common(1)[0][0],
         skew_us=sum(skews) / len(skews) / 1e3 if skews else None,
     )
 
 
-def _kind_of_wait(what: str) -> str:
-    """Return what a wait is for without the number of the piece."""
-    return re.sub(r"\d+", "...", what)
+_NUMBER = re.compile(r"\d+")
+
+
+def _what_for(waits: Sequence[Span]) -> str:
+    """Return what waits of one kind were for, with the range of the pieces' numbers."""
+    numbers = zip(*(map(int, _NUMBER.findall(wait.what)) for wait in waits), strict=True)
+    ranges = iter([str(min(n)) if min(n) == max(n) else f"{min(n)} to {max(n)}" for n in numbers])
+    return _NUMBER.sub(lambda _: next(ranges), waits[0].what)
 
 
 @contextlib.contextmanager
@@ -401,6 +412,7 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
 
     everything = [launch for pe in timeline.pes for launch in pe.launches if operator in (None, launch.operator)]
     if not everything:
@@ -428,8 +440,9 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
             for what, spans, place in bars:
                 pieces = [((first - begin) / 1e3, (last - first) / 1e3) for first, last in spans]
                 axes.broken_barh(pieces, (wg.wg + place - 0.13, 0.26), color=_COLORS[what])
-        axes.set(xlabel="us", ylabel="CTA", title=f"PE {pe}")
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        num_rows = max((wg.wg for wg in wgs), default=0) + 1
+        axes.set(xlabel="us", ylabel="CTA", title=f"PE {pe}", ylim=(-0.5, num_rows - 0.5))
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in _COLORS.values()]
     figure.legend(handles, list(_COLORS), loc="lower center", ncols=len(_COLORS), fontsize=8)
     figure.suptitle(f"{chosen}, launch {key[2]}")

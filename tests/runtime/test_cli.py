@@ -64,6 +64,12 @@ def test_bench_lists_what_there_is(folder: Path, arguments: tuple[str, ...], exp
         assert "there is no benchmark of 'gone_op'" in output
 
 
+def test_a_list_of_benchmarks_says_which_one_times_an_operator() -> None:
+    code, output = run("bench", "gemv")
+    (line,) = [line for line in output.splitlines() if "bench gemv_all_reduce" in line]
+    assert code == 2 and line.endswith("  gemv_all_reduce and gemv")
+
+
 def test_benchmarks_are_found_in_the_checkout() -> None:
     assert cli.benchmark_folder() == ROOT / "benchmarks"
     assert "embedding_all_to_all" in cli.benchmarks()

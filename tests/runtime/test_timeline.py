@@ -293,16 +293,24 @@ def test_summary() -> None:
     assert first.us == pytest.approx(20.001) and first.skew_us == second.skew_us == pytest.approx(10.0)
     assert first.waiting == pytest.approx(13 / 40, rel=1e-3) and second.waiting == 0.0
     assert (first.own, first.others) == (pytest.approx(5 / 40, rel=1e-3), pytest.approx(2 / 40, rel=1e-3))
-    assert first.waits == [(1, "block ...", pytest.approx(26.0))] and second.waits == []
+    assert first.waits == [(1, "block 7", pytest.approx(26.0))] and second.waits == []
     assert first.hidden == pytest.approx(1 - 13 / 40, rel=1e-3) and second.hidden == 1.0
     assert first.slowest_wg == 1
     assert str(first) == (
         "PE 0, sum: 20.0 us, the mean of 1; 12% own tasks, 5% for others, 32% waiting, 68% of the exchange hidden; "
-        "WG 1 of 2 mostly ends last; PEs begin within 10.0 us\n  26.0 us for PE 1: block ..."
+        "WG 1 of 2 mostly ends last; PEs begin within 10.0 us\n  26.0 us for PE 1: block 7"
     )
     assert str(second._replace(hidden=None, skew_us=None)) == (
         "PE 1, sum: 20.0 us, the mean of 1; 12% own tasks, 5% for others, 0% waiting; WG 1 of 2 mostly ends last"
     )
+
+
+def test_a_summary_has_the_range_of_the_pieces_that_were_waited_for() -> None:
+    timeline = _made()
+    spans = timeline.pes[0].launches[1].spans
+    spans += [spans[0]._replace(what="block 12"), spans[0]._replace(what="tile 3 of 4"), spans[0]._replace(peer=0)]
+    first, _ = timeline.summary()
+    assert [(peer, what) for peer, what, _ in first.waits] == [(1, "block 7 to 12"), (1, "tile 3 of 4"), (0, "block 7")]
 
 
 def test_a_launch_that_was_cut_off_is_not_counted() -> None:
@@ -324,6 +332,23 @@ def test_events_and_figure(tmp_path: Path) -> None:
     assert (tmp_path / "timeline.png").stat().st_size > 5000
     with pytest.raises(ValueError, match="expected one of \\['sum'\\], got 'product'"):
         timeline.draw(tmp_path / "none.png", "product")
+
+
+@pytest.mark.parametrize(("num_wgs", "ticks"), [(1, [0.0]), (2, [0.0, 1.0])])
+def test_a_figure_has_one_tick_per_cta(
+    num_wgs: int, ticks: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot
+
+    timeline, closed = _made(), []
+    timeline.pes = [pe._replace(launches=pe.launches[:num_wgs]) for pe in timeline.pes]
+    monkeypatch.setattr(pyplot, "close", closed.append)
+    timeline.draw(tmp_path / "timeline.png")
+    monkeypatch.undo()
+    for axes in closed[0].axes:
+        low, high = axes.get_ylim()
+        assert [tick for tick in axes.get_yticks() if low <= tick <= high] == ticks
+    pyplot.close(closed[0])
 
 
 def test_a_launch_that_there_is_not_is_not_drawn(tmp_path: Path) -> None:
