@@ -1,4 +1,4 @@
-"""Timelines of launches, of every CTA on every PE: `persistent_ops.trace`."""
+"""Timelines of launches, for every CTA on every PE: `persistent_ops.trace`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _PIECE = 4 << 20
 
 
 class PeTimeline(NamedTuple):
-    """What one PE has seen; all times in nanoseconds of PE 0's clock.
+    """Timeline of one PE; all times in nanoseconds of PE 0's clock.
 
     Attributes:
         pe: its rank.
-        launches: one for each WG of each launch, in the order of their begins.
-        dropped: WGs of launches for whose timeline there was no room.
-        clock_error: by how much times may be wrong against those of PE 0.
+        launches: one entry for each CTA of each launch, in order of start.
+        dropped: number of CTAs whose timeline found no room.
+        clock_error: largest error of times relative to those of PE 0.
     """
 
     pe: int
@@ -46,22 +46,24 @@ class PeTimeline(NamedTuple):
 
     @property
     def lost_spans(self) -> int:
-        """Waits and signals for which there was no room."""
+        """Number of waits and signals that found no room."""
         return sum(launch.lost for launch in self.launches)
 
 
 @dataclass
 class Timeline:
-    """What `trace` yields; filled when its context ends, on PE 0 with what all PEs have seen, elsewhere with the own.
+    """Result of `trace`. It is filled at the end of the context: on PE 0 for all PEs, on other PEs for the PE itself.
 
     Attributes:
-        pes: in rank order.
+        pes: timelines of the PEs, in rank order.
     """
 
     pes: list[PeTimeline] = field(default_factory=list)
 
     def events(self) -> dict[str, Any]:
-        """Return it in Chrome's trace event format, which Perfetto reads: a process for each PE, times in us."""
+        """Return the timeline in Chrome's trace event format, which Perfetto reads: a process for each PE, times in
+        us.
+        """
         begin = min((launch.begin for pe in self.pes for launch in pe.launches), default=0.0)
         events: list[dict[str, Any]] = []
         for pe in self.pes:
@@ -75,11 +77,11 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}
 
     def operators(self) -> list[str]:
-        """Return the names of what was launched, PE by PE in the order of the first launches."""
+        """Return the names of the launched operators, PE by PE in the order of their first launches."""
         return list(dict.fromkeys(launch.operator for pe in self.pes for launch in pe.launches))
 
     def summary(self) -> list[LaunchSummary]:
-        """Return what each operator's launches did on each PE, on average over those whose WGs all found room."""
+        """Return a summary of each operator's launches on each PE, averaged over launches whose CTAs all found room."""
         begins: dict[_Key, list[float]] = defaultdict(list)
         # Where there was no room for all WGs of a launch, its times are not known.
         rounds = {
@@ -102,15 +104,15 @@ class Timeline:
         return found
 
     def draw(self, path: str | os.PathLike[str], operator: str | None = None, launch: int = -1) -> None:
-        """Draw one launch: a panel for each PE, a line for each CTA, as figure 11 of the paper does.
+        """Draw one launch: a panel for each PE, a line for each CTA, as in figure 11 of the SC24 paper.
 
         Args:
             path: of the figure.
-            operator: whose; None for the one that was launched last.
-            launch: which of its launches, in the order of their begins; negative from the last one on, as in a list.
+            operator: name of the operator; None for the operator that was launched last.
+            launch: index among its launches, in order of start; negative numbers count from the last, as in a list.
 
         Raises:
-            ValueError: there was none, or fewer launches.
+            ValueError: there was no such launch.
             ImportError: matplotlib is missing (the extra "plot").
         """
         _draw(self, path, operator, launch)
@@ -120,16 +122,17 @@ class LaunchSummary(NamedTuple):
     """An operator's launches on one PE. Times are means over launches, in microseconds; shares are of its warps' time.
 
     Attributes:
-        us: from the first WG's begin to the last one's end.
-        own, others: share spent on the PE's own part of the result, and on what goes to others.
-        waiting: share spent waiting.
-        waits: microseconds of a launch that its WGs spent on waits of each kind, together: (PE, what for) and time,
-            longest first; of those waits that found room.
-        hidden: share of its warps' time, from the launch's first work for others to its end, that is not spent waiting
-            for peers: what of the exchange is hidden behind work. None where there was no work for others, or waits
-            found no room.
-        slowest_wg: that ended last most often.
-        skew_us: from the first PE's begin to the last one's; None where the others' launches are not here.
+        us: from the start of the first CTA to the end of the last.
+        own, others: share of time spent on the PE's own part of the result, and on parts for other PEs.
+        waiting: share of time spent waiting.
+        waits: microseconds per launch that CTAs spent on waits of each kind, summed: (PE, purpose) and time, longest
+            first; only waits that found room.
+        hidden: share of warps' time, from the launch's first work for other PEs to its end, that is not spent waiting
+            for peers: the part of the exchange that overlaps with work. None if there was no work for others, or if
+            waits found no room.
+        slowest_wg: CTA that ended last most often.
+        skew_us: from the start of the first PE to the start of the last; None if other PEs' launches are not known
+            here.
     """
 
     pe: int
@@ -229,28 +232,28 @@ def _what_for(waits: Sequence[Span]) -> str:
 def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 20) -> Iterator[Timeline]:
     """Record what every CTA does in the launches of this context. Collective.
 
-    Inside, operators take kernels of their own that leave a timeline behind: begin and end of each CTA, when it
-    worked for itself and for others, each wait with whom and what for, each flag that it sent. They are compiled at
-    first use, as at any first call, so a CUDA graph traces if it was captured inside, after a first call there; what
-    it does after the context is not recorded. Other launches are as ever.
+    Inside the context, operators use variants of their kernels that record a timeline: start and end of each CTA, when
+    it worked for its own PE and for others, each wait with its peer and purpose, and each flag that it sent. These
+    variants are compiled at first use, as at any first call. So a CUDA graph is traced if it was captured inside the
+    context, after a first call there. Its replays after the context are not recorded. Other launches are unchanged.
 
     Args:
-        path: of a JSON file for Perfetto (https://ui.perfetto.dev) and chrome://tracing, which PE 0 writes; None for
-            none.
-        capacity: bytes of device memory for timelines, about 2 KiB for each CTA of each launch. What finds no
-            room is dropped, and counted.
+        path: JSON file for Perfetto (https://ui.perfetto.dev) and chrome://tracing, which PE 0 writes; None for no
+            file.
+        capacity: bytes of device memory for timelines, about 2 KiB for each CTA of each launch. Timelines that find no
+            room are dropped and counted.
 
     Yields:
         A `Timeline`, which is filled at the end.
 
     Raises:
-        RuntimeError: there is a trace already, or the current stream is being captured.
-        TypeError, ValueError: capacity is no whole number, or below 1.
-        PeerTimeoutError: the PEs do not all begin to trace.
-        BootstrapError: at the end, on the others: PE 0 has ended, or takes more than ten minutes for the file.
+        RuntimeError: another trace is active, or the current stream is being captured.
+        TypeError, ValueError: capacity is not a whole number, or is below 1.
+        PeerTimeoutError: not all PEs start to trace.
+        BootstrapError: at the end, on other PEs: PE 0 has ended, or needs more than ten minutes for the file.
 
-    At its end every PE waits for its launches, for those of the others to end, and for PE 0 to have written the file.
-    Clocks of PEs are aligned by round trips at both ends; the file says how far they may be off.
+    At the end every PE waits for its own launches, for those of the others, and for PE 0 to write the file. Round trips
+    at both ends align the PEs' clocks; the file states their largest error.
     """
     world = _world.for_call()
     capacity = as_whole_number(capacity, f"capacity: expected a whole number of bytes, got {capacity!r}")

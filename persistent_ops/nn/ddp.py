@@ -1,4 +1,4 @@
-"""Training with sparse gradients: what DistributedDataParallel needs so that they go through sparse_all_reduce."""
+"""Sparse gradients under DistributedDataParallel, summed by sparse_all_reduce."""
 
 # Without `from __future__ import annotations`: DDP compares the annotations of a hook with types, not with their names.
 
@@ -32,19 +32,19 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
 
         ddp.register_comm_hook(None, po.nn.ddp_sparse_hook)
 
-    A sparse gradient, which `nn.Embedding` and `nn.EmbeddingBag` have with sparse=True, goes through
-    `po.sparse_all_reduce(gradient, op="mean")`; it may have any number of entries on each PE, 0 included. A bucket of
-    dense gradients goes through the group's all_reduce, with the mean taken as DDP takes it without a hook.
+    A sparse gradient, as of `nn.Embedding` and `nn.EmbeddingBag` with sparse=True, goes through
+    `po.sparse_all_reduce(gradient, op="mean")`. It may have any number of entries on each PE, including 0. A bucket of
+    dense gradients goes through the group's all_reduce, with the mean that DDP takes without a hook.
 
     On "cuda", the sum of a sparse gradient runs beside the rest of the backward pass. The host waits for the numbers of
-    rows when the last bucket has been launched; results are then in stream order, as DDP expects it.
+    rows once the last bucket has been launched. Results are then in stream order, as DDP expects.
 
-    A parameter's `.grad` becomes the operator's result itself: coalesced, in the symmetric heap's pool, no copy. It
-    counts against `heap_size` until the optimizer's `zero_grad()`. Where a table has no row on any PE, `.grad` is
-    empty, or None where no PE has used the table at all (see `po.nn.allow_unused_sparse`).
+    A parameter's `.grad` is the operator's result itself: coalesced, in the symmetric heap's pool, without a copy. It
+    counts against `heap_size` until the optimizer's `zero_grad()`. If a table has no row on any PE, `.grad` is empty,
+    or None if no PE has used the table at all (see `po.nn.allow_unused_sparse`).
 
     Args:
-        state: the process group of the module, whose ranks are the PEs in the same order; None for the default one.
+        state: the process group of the module, whose ranks are the PEs in the same order; None for the default group.
         bucket: from DDP.
 
     Returns:
@@ -53,11 +53,11 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
     Raises:
         ValueError: the group's ranks are not the PEs.
         RuntimeError: `po.init()` has not been called, or there is no process group.
-        TypeError: a sparse gradient is of another dtype than float32, float16 and bfloat16.
-        IndexError: of `po.sparse_all_reduce`; it comes out of `backward()` when all gradients are there, which lack
-            such entries, and the module goes on.
-        SymmetricHeapError, PeerTimeoutError, ContractMismatchError: of `po.sparse_all_reduce`; they come out of
-            `backward()`.
+        TypeError: a sparse gradient is not float32, float16 or bfloat16.
+        IndexError: of `po.sparse_all_reduce`. `backward()` raises it when all gradients are there; the gradients lack
+            the invalid entries, and training can go on.
+        SymmetricHeapError, PeerTimeoutError, ContractMismatchError: of `po.sparse_all_reduce`; `backward()` raises
+            them.
 
     Collective, once per bucket, in DDP's order.
     """
@@ -93,20 +93,22 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
 
 
 def allow_unused_sparse(module: DistributedDataParallel) -> None:
-    """Let a forward pass leave sparse parameters out, on some PEs or on all.
+    """Allow a forward pass to leave sparse parameters out, on some PEs or on all.
 
-    DDP's find_unused_parameters=True and static_graph=True are meant for this, but refuse sparse parameters ("Expected
-    sparse gradient to be defined"). This gives the ones that a backward pass has left without a gradient an empty one;
-    with `po.nn.ddp_sparse_hook` a table that no PE has used ends with `.grad` None nevertheless, as without DDP.
+    DDP's find_unused_parameters=True and static_graph=True serve this purpose, but refuse sparse parameters ("Expected
+    sparse gradient to be defined"). This function gives an empty gradient to each sparse parameter that a backward pass
+    has left without one. With `po.nn.ddp_sparse_hook`, a table that no PE has used still ends with `.grad` None, as
+    without DDP.
 
-    A table that is looked up, though with no index at all, is not unused, and needs none of this.
+    A table that is looked up with no index at all counts as used and does not need this function.
 
     Args:
-        module: whose parameters are hooked, for as long as they live. Call this once, before the first forward pass.
+        module: the module whose parameters get hooks, for as long as they live. Call once, before the first forward
+            pass.
 
     Raises:
         TypeError: `module` is not a DistributedDataParallel.
-        ValueError: it was made without find_unused_parameters=True or static_graph=True.
+        ValueError: `module` was made without find_unused_parameters=True or static_graph=True.
     """
     if not isinstance(module, DistributedDataParallel):
         raise TypeError(f"module: expected a DistributedDataParallel, got {type(module).__name__}")

@@ -1,4 +1,4 @@
-"""What goes into an embedding collection and comes out of it, in the forms that TorchRec gives them."""
+"""Inputs and results of an embedding collection, in TorchRec's forms."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def features_of(jagged: Any, names: Sequence[str], *, is_weighted: bool) -> Feat
 
 
 class KeyedEmbeddings:
-    """Pooled embeddings by the names of features: what a model uses of TorchRec's KeyedTensor.
+    """Pooled embeddings by feature name: the part of TorchRec's KeyedTensor that models use.
 
     Args:
         keys: names, in the order of columns.
-        length_per_key: columns of each.
+        length_per_key: number of columns of each name.
         values: `[B, sum of length_per_key]`.
     """
 
@@ -92,7 +92,7 @@ class KeyedEmbeddings:
         return [0, *itertools.accumulate(self._lengths)]
 
     def key_dim(self) -> int:
-        """Return the dimension that names divide."""
+        """Return the dimension that the names divide."""
         return 1
 
     def to_dict(self) -> dict[str, torch.Tensor]:

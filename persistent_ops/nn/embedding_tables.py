@@ -1,4 +1,4 @@
-"""Tables of an embedding collection: what they are, as users and TorchRec say it."""
+"""Tables of an embedding collection, in the forms that users and TorchRec give."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class TableConfig:
 
     Attributes:
         name: of the table; no dots.
-        num_embeddings: R, its rows.
+        num_embeddings: R, number of rows.
         embedding_dim: D.
         feature_names: in the order of their columns in the result.
         pooling: "sum" or "mean".
         data_type: float32, float16 or bfloat16.
-        init_range: from and to which values first rows are drawn uniformly; None for -1/sqrt(R) and 1/sqrt(R).
-        init_fn: instead: fills a float32 tensor `[R, D]` on the CPU, by torch's default generator, which is seeded for
-            it. Each PE that has a part of the table calls it for the whole one.
+        init_range: lower and upper bound of the uniform initial values; None for -1/sqrt(R) and 1/sqrt(R).
+        init_fn: instead of init_range: fills a float32 tensor `[R, D]` on the CPU with torch's default generator, which
+            is seeded for it. Each PE that holds a part of the table calls it for the whole table.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Room on every GPU for NCCL's collectives and this world's launches together, in whatever order they come."""
+"""Room on every GPU for NCCL's collectives and this world's launches together, in any order."""
 
 from __future__ import annotations
 
@@ -28,37 +28,35 @@ _LARGEST_CLUSTER = 8  # a larger number from the environment counts as this
 
 
 def leave_room(*groups: DistributedDataParallel | dist.ProcessGroup, num_sms: int) -> None:
-    """Leave SMs to NCCL, so that its collectives and this world's launches find room together, whichever comes first.
+    """Leave SMs to NCCL, so that its collectives and this world's launches fit on the GPU together, in any order.
 
-        options = torch.distributed.ProcessGroupNCCL.Options()
-        options.config.max_ctas, options.config.cga_cluster_size = 8, 1
-        torch.distributed.init_process_group("nccl", pg_options=options)
-        ...
-        po.nn.leave_room(ddp, num_sms=8)  # once, before CUDA graphs are captured
+        options = torch.distributed.ProcessGroupNCCL.Options() options.config.max_ctas, options.config.cga_cluster_size
+        = 8, 1 torch.distributed.init_process_group("nccl", pg_options=options) ... po.nn.leave_room(ddp, num_sms=8)  #
+        once, before CUDA graphs are captured
 
-    Both stay on the GPU until those of the other PEs come, and neither may keep off one GPU what the other one waits
-    for on another. From here on each launch of this PE has at most one work-group for each of the other SMs, and those
-    of NCCL's kernels are as few as the SMs that are left: however all of them lie, the next one finds an empty SM. So
-    the two need no order (`order_all_reduce`), and gradients of DistributedDataParallel travel beside the tables'
-    backward pass. Launches lose some of their speed.
+    NCCL's kernels and this package's launches both stay on the GPU until those of the other PEs come. Without room for
+    both, one could block on one GPU what the other waits for on another GPU. After this call, each launch of this PE
+    has at most one CTA for each of the other SMs, and NCCL's kernels have at most as many CTAs as the SMs that are
+    left. Wherever all of them lie, the next CTA finds an empty SM. So the two need no order (`order_all_reduce`), and
+    gradients of DistributedDataParallel travel beside the tables' backward pass. Launches lose some speed.
 
     Args:
-        groups: whose collectives may be under way beside launches, all of them.
-        num_sms: that are left to NCCL: at least the sum of the groups' `max_ctas`, each rounded up to a power of two,
-            as NCCL's sends and receives are. The same on all PEs.
+        groups: all process groups whose collectives may run beside launches.
+        num_sms: SMs that are left to NCCL: at least the sum of the groups' `max_ctas`, each rounded up to a power of
+            two, as for NCCL's sends and receives. The same on all PEs.
 
     Raises:
-        TypeError: a group is none.
-        ValueError: on some PE a group is not NCCL's, has no `max_ctas` or too large a one, or has clusters, whose
-            work-groups need empty SMs side by side; NCCL_* variables overrule the options, or launches of different
-            streams share a hardware queue; or no SM remains for launches. All PEs raise it, and nothing changes.
+        TypeError: an argument is not a process group.
+        ValueError: on some PE a group is not NCCL's, has no `max_ctas` or too large a value, or uses clusters, whose
+            CTAs need neighboring empty SMs; NCCL_* variables override the options; launches of different streams share
+            a hardware queue; or no SM remains for launches. All PEs raise it, and nothing changes.
         RuntimeError: in a CUDA-graph capture.
 
-    Collective and blocking. What was launched before is planned again, so each shape's next call is a first call again.
-    After `EmbeddingInputs.run_beside`, where that is wanted too. CUDA graphs that were captured before keep launches
-    that leave no room. Set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA begins: kernels of streams that share a hardware
-    queue, of which there are 8 by default, wait for each other wherever there is room.
-    Sources: cuda/DESIGN.md, "Launches side by side"; ncclConfig_t in NCCL's user guide.
+    Collective and blocking. All launches are planned again, so each shape's next call is a first call again. Call it
+    after `EmbeddingInputs.run_beside`, if that is used too. CUDA graphs that were captured before keep launches that
+    leave no room. Set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts: by default there are 8 hardware queues, and
+    kernels of streams that share a queue wait for each other even if there is room. Sources: cuda/DESIGN.md, "Launches
+    side by side"; ncclConfig_t in NCCL's user guide.
     """
     found = [each.process_group if isinstance(each, DistributedDataParallel) else each for each in groups]
     if not found or not all(isinstance(each, dist.ProcessGroup) for each in found):

@@ -17,23 +17,22 @@ __all__ = ["average_in_order", "order_all_reduce"]
 def order_all_reduce(module: DistributedDataParallel) -> None:
     """Average the gradients of a DistributedDataParallel in one order with the package's launches.
 
-        po.nn.order_all_reduce(ddp)  # once
-        loss(ddp(dense, embeddings(values, lengths))).backward()  # in every step
+        po.nn.order_all_reduce(ddp)  # once loss(ddp(dense, embeddings(values, lengths))).backward()  # in every step
 
-    The group's kernels (NCCL's) and launches, such as the one that updates the tables, both stay on the GPU until those
-    of the other PEs come, and neither may keep off one GPU what the other one waits for on another. Buckets travel
-    while autograd computes the next ones, as without this; but they, and what is computed after them, come after the
-    launches that were made before (as of an exchange of lookups that is ahead), and launches that are made later come
-    after them, whatever the streams. So all PEs have one order, that of the calls, also in a CUDA-graph capture. The
-    process group's other collectives have none: while lookups are ahead on a stream of their own, there should be no
-    others.
+    The group's kernels (NCCL's) and this package's launches, such as the update of tables, both stay on the GPU until
+    those of the other PEs come. Without an order, one could block on one GPU what the other waits for on another GPU.
+    With this hook, buckets still travel while autograd computes the next ones. Buckets, and what is computed after
+    them, come after the launches that were made before (such as an exchange of lookups for the next batch). Launches
+    that are made later come after the buckets, on all streams. So all PEs have one order, the order of the calls, also
+    in a CUDA-graph capture. Other collectives of the process group are not ordered: do not start any while lookups
+    travel ahead on a stream of their own.
 
     Args:
-        module: whose communication hook this becomes, on its process group.
+        module: the DistributedDataParallel that gets this communication hook, on its process group.
 
     Raises:
         TypeError: `module` is not a DistributedDataParallel.
-        RuntimeError: it has a hook already.
+        RuntimeError: `module` has a communication hook already.
     """
     if not isinstance(module, DistributedDataParallel):
         raise TypeError(f"module: expected a DistributedDataParallel, got {type(module).__name__}")

@@ -46,10 +46,12 @@ def _without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[obje
 
 
 def balanced_splits(features: int, world_size: int, *, multiple: int = 1) -> tuple[int, ...]:
-    """Cut a number of features into one share per PE, as equal as whole units allow; earlier PEs get the larger shares.
+    """Cut a number of features into one share per PE, as equal as whole units allow.
+
+    Earlier PEs get the larger shares.
 
     Args:
-        features: to share out.
+        features: number of features.
         world_size: number of shares.
         multiple: size of a unit that stays whole, such as a head; it must divide `features`. A PE may get no unit.
 
@@ -58,7 +60,7 @@ def balanced_splits(features: int, world_size: int, *, multiple: int = 1) -> tup
 
     Raises:
         ValueError: `multiple` does not divide `features`, or a number is out of range.
-        TypeError: something is no whole number.
+        TypeError: an argument is not a whole number.
     """
     given = {"features": features, "world_size": world_size, "multiple": multiple}
     features, world_size, multiple = (
@@ -253,36 +255,36 @@ class _ParallelLinear(torch.nn.Module):
 class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are spread over the PEs: ``y_r = x @ weight_r.T + bias_r``.
 
-    Nothing is communicated: the result stays spread over the PEs, as `RowParallelLinear` takes it in. `last_path` tells
-    what computed it:
+    The layer communicates nothing. The result stays spread over the PEs, as `RowParallelLinear` takes it. `last_path`
+    reports what computed the last result:
 
-    - "gemv", 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 of them count as 8, 9
-      to 16 as 16, and these may have 128 KiB: K up to 8192 for 8 in 16 bits.
-    - "linear", more, or where gradients of either mode are recorded, under autocast, away from `po.device()`, or
-      in a dtype that `po.gemv` does not take: `torch.nn.functional.linear`.
+    - "gemv", for 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 vectors count as
+      8, 9 to 16 count as 16, and together they may have 128 KiB: K up to 8192 for 8 vectors in 16 bits.
+    - "linear", for more vectors, and where gradients of either mode are recorded, under autocast, on another device
+      than `po.device()`, or in a dtype that `po.gemv` does not take: `torch.nn.functional.linear`.
 
     Args:
         in_features: K; every PE passes all of x, `[..., K]`.
         out_features: M of the whole layer.
-        bias: whether there is one, `[M_r]` on each PE.
+        bias: whether there is a bias, `[M_r]` on each PE.
         splits: output features of each PE, M_r, in rank order; None for equal shares, which M must allow.
         device: of the parameters; None for `po.device()`.
         dtype: of the parameters; None for torch's default.
-        prefetch_weight: of `po.gemv`; safe where no kernel of the model writes weights.
+        prefetch_weight: of `po.gemv`; safe if no kernel of the model writes weights.
 
     Attributes:
         weight: `[M_r, K]`; requires no gradient.
         bias: `[M_r]` or None.
-        splits: as above, complete.
+        splits: output features of each PE.
         shard_range: this PE's output features, first and last + 1.
-        last_path: "gemv" or "linear", what the last call took; None before the first.
+        last_path: "gemv" or "linear", the path of the last call; None before the first call.
 
     Raises:
         ValueError: the splits do not fit.
-        RuntimeError: `po.init()` has not been called; in a call, the layer was made by another PE, or in a world of
-            another size.
+        RuntimeError: `po.init()` has not been called; in a call, another PE made the layer, or the world has another
+            size.
 
-    `load_state_dict` takes the state dict of the whole `nn.Linear`, or of this shard; `state_dict` gives the shard.
+    `load_state_dict` takes the state dict of the whole `nn.Linear` or of this shard; `state_dict` returns the shard.
     """
 
     sharded_dim = 0
@@ -312,7 +314,7 @@ class ColumnParallelLinear(_ParallelLinear):
         )
 
     def path(self, num_vectors: int) -> str:
-        """Return the path that a number of vectors takes where nothing else speaks against "gemv"; else "linear"."""
+        """Return "gemv" or "linear": the path for this number of vectors, if no other condition rules out "gemv"."""
         if not 1 <= num_vectors <= MAX_VECTORS:
             return "linear"
         nbytes = kernel_vectors_of(num_vectors) * self.in_features * self.weight.itemsize
@@ -342,43 +344,45 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are spread over the PEs: ``y = sum over r of x_r @ weight_r.T + bias``.
 
-    Every PE passes its features and gets the whole result. Which of three paths computes it depends on the layer and
-    the number of vectors alone, so that all PEs take the same; `path` tells it beforehand, `last_path` afterwards:
+    Every PE passes its features and gets the whole result. The layer has three paths. The choice depends only on the
+    layer and the number of vectors, so all PEs take the same path. `path` returns it before a call, `last_path` after a
+    call:
 
-    - "fused", 1 to 16 vectors, as in decoding: `po.gemv_all_reduce`, one kernel, with that operator's guarantees.
-    - "all_reduce", more whose sums travel in the weight's dtype, up to 32 MiB: a matrix product, then `po.all_reduce`,
-      which adds bias and residual too. The first call with a number of vectors is blocking, and may not be captured.
-    - "unfused", else, as in a long prefill: a matrix product, then torch.distributed's all_reduce, then bias and
-      residual. It needs a process group, whose order the sums have. The only path of a float64 weight: up to 16 vectors
-      of such a layer are refused.
+    - "fused", for 1 to 16 vectors, as in decoding: `po.gemv_all_reduce`, one kernel, with that operator's guarantees.
+    - "all_reduce", for more vectors if sums travel in the weight's dtype and have at most 32 MiB: a matrix product,
+      then `po.all_reduce`, which also adds bias and residual. The first call with a number of vectors is blocking and
+      may not be captured.
+    - "unfused", otherwise, as in a long prefill: a matrix product, then torch.distributed's all_reduce, then bias and
+      residual. It needs a process group, which decides the order of the sums. It is the only path of a float64 weight,
+      and such a layer refuses up to 16 vectors.
 
     Args:
         in_features: K of the whole layer.
         out_features: M.
-        bias: whether there is one, `[M]`, on all PEs or on none, and the same on every PE; it is added once.
+        bias: whether there is a bias, `[M]`; all PEs have it, or none does. It is the same on every PE and added once.
         splits: input features of each PE, K_r, in rank order, 0 allowed; None for equal shares, which K must allow.
         device: of the parameters; None for `po.device()`.
         dtype: of the parameters; None for torch's default.
         algorithm: of `po.gemv_all_reduce`.
-        wire_dtype: in which sums travel: None for float32, and for float64 where the weight is; or float32; or the
-            weight's dtype. Products of more than 16 vectors are rounded to it, and the unfused path sums in it too.
-        prefetch_weight: of `po.gemv_all_reduce`; safe where no kernel of the model writes weights.
-        group: process group of the unfused path, whose ranks are the PEs; None for the default one.
+        wire_dtype: dtype in which sums travel: None for float32 (float64 for a float64 weight), float32, or the
+            weight's dtype. Products of more than 16 vectors are rounded to it, and the unfused path also sums in it.
+        prefetch_weight: of `po.gemv_all_reduce`; safe if no kernel of the model writes weights.
+        group: process group of the unfused path, whose ranks are the PEs; None for the default group.
 
     Attributes:
         weight: `[M, K_r]`; requires no gradient.
         bias: `[M]` or None.
-        splits: as above, complete.
+        splits: input features of each PE.
         shard_range: this PE's input features, first and last + 1.
-        last_path: "fused", "all_reduce" or "unfused", what the last call took; None before the first.
+        last_path: "fused", "all_reduce" or "unfused", the path of the last call; None before the first call.
 
     Raises:
-        ValueError: the splits do not fit; there is no such algorithm.
-        RuntimeError: `po.init()` has not been called; in a call, the layer was made by another PE, or in a world of
-            another size.
+        ValueError: the splits do not fit, or there is no such algorithm.
+        RuntimeError: `po.init()` has not been called; in a call, another PE made the layer, or the world has another
+            size.
 
-    `load_state_dict` takes the state dict of the whole `nn.Linear`, or of this shard; `state_dict` gives the shard.
-    A layer that was made with a group is copied with it, and cannot be pickled.
+    `load_state_dict` takes the state dict of the whole `nn.Linear` or of this shard; `state_dict` returns the shard. A
+    copy of a layer with a group keeps the group; such a layer cannot be pickled.
     """
 
     sharded_dim = 1
@@ -407,7 +411,7 @@ class RowParallelLinear(_ParallelLinear):
         self._group = _Group(group)
 
     def path(self, num_vectors: int) -> str:
-        """Return the path that a number of vectors takes: "fused" for 1 to 16, else "all_reduce" or "unfused"."""
+        """Return the path for this number of vectors: "fused" for 1 to 16, else "all_reduce" or "unfused"."""
         if 1 <= num_vectors <= MAX_VECTORS:
             return "fused"
         nbytes = num_vectors * self.out_features * self.weight.itemsize

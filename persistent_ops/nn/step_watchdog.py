@@ -1,7 +1,7 @@
-"""A bound for the host's wait for steps that are replays of a CUDA graph.
+"""A bound for the host's wait for training steps that are replays of a CUDA graph.
 
-Torch's watchdog looks after NCCL's work where a call launches it, and knows nothing of it in a replay: the work waits
-for a stuck peer for ever, and so does a host that synchronizes.
+Torch's watchdog watches NCCL's work where a call launches it. It does not see NCCL's work in a replay. There a stuck
+peer blocks that work for ever, and so also a host that synchronizes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 0.05
 
 
 class StepWatchdog:
-    """Waits for training steps with a bound where they are replays of a CUDA graph, and ends what they wait for.
+    """Bounds the wait for training steps that are replays of a CUDA graph, and aborts the collectives that they wait
+    for.
 
-    Call `launched` after each step, `wait` where the host wants results, and `close` where the training ends. A step
-    may take 10 s more than `operator_timeout` (see `po.init`) after the one before it; time in which a peer prepares a
-    launch is not counted. Where a step takes longer, or a peer has ended, NCCL's process groups of this PE are aborted,
-    since their kernels would keep the process from ending, and an error is raised. Ctrl-C during a wait does the same.
-    Where the abort does not end the steps within 60 s, this process ends with exit code 1 and reports that to the other
-    PEs.
+    Call `launched` after each step, `wait` where the host needs results, and `close` at the end of the training. A step
+    may take 10 s more than `operator_timeout` (see `po.init`) after the step before it. Time in which a peer prepares a
+    launch does not count. If a step takes longer, or a peer has ended, the watchdog aborts NCCL's process groups of
+    this PE, since their kernels would keep the process from ending, and raises an error. Ctrl-C during a wait does the
+    same. If the abort does not end the steps within 60 s, this process ends with exit code 1 and reports that to the
+    other PEs.
     """
 
     def __init__(self) -> None:
@@ -47,12 +48,12 @@ class StepWatchdog:
         self._under_way: deque[tuple[int, Callable[[], bool]]] = deque()
 
     def launched(self, step: int) -> None:
-        """Take note of a step's number, whose work has just been launched, all of it on the current stream."""
+        """Record the number of a step whose work has just been launched, all of it on the current stream."""
         mark = _mark_stream if self._world.backend.name == "cuda" else _mark_nothing
         self._under_way.append((step, mark()))
 
     def wait(self) -> None:
-        """Wait for the steps under way, and raise what their launches have reported.
+        """Wait for the recorded steps, and raise the errors that their launches have reported.
 
         Raises:
             PeerLostError: a step has not ended, and a peer has.
@@ -71,7 +72,9 @@ class StepWatchdog:
         self._world.check()
 
     def close(self) -> None:
-        """See that nothing is under way, where a training ends early: what follows waits for the device."""
+        """Make sure that no step is running, also if the training ends early: the code after it waits for the
+        device.
+        """
         if self._under_way:
             with contextlib.suppress(RuntimeError):  # the error that ends the training is the one to be told
                 self.wait()

@@ -1,4 +1,4 @@
-"""Where tables of an embedding collection are to lie: by names, by `TablePlacement`s, or by TorchRec's plans."""
+"""Placement of tables of an embedding collection: by names, by `TablePlacement`s, or by TorchRec's plans."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _TORCHREC_OPTIONS = ("cache_params", "key_value_params", "output_dtype", "stocha
 
 @dataclass(frozen=True)
 class TablePlacement:
-    """Where a table lies.
+    """Placement of a table.
 
     Attributes:
-        kind: "table_wise", whole on one PE; "column_wise", in slices of equally many columns; "replicated", whole on
-            every PE; or "auto", which measured costs decide.
-        num_slices: of "column_wise"; part of what is trained under "rowwise_adagrad", whose states are means over a
-            slice's columns, and under stochastic rounding, which draws for each slice; so it does not depend on the
-            world.
-        ranks: of the PEs that have the slices in turn; None to balance.
+        kind: "table_wise": whole on one PE. "column_wise": in slices of equally many columns. "replicated": whole on
+            every PE. "auto": chosen by measured costs.
+        num_slices: of "column_wise". The number of slices is part of the trained model under "rowwise_adagrad", whose
+            states are means over a slice's columns, and under stochastic rounding, which draws per slice. So it does
+            not depend on the world.
+        ranks: PEs that hold the slices in turn; None to balance the load.
     """
 
     kind: str = TABLE_WISE

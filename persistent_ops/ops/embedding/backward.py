@@ -1,4 +1,4 @@
-"""The backward pass of embedding_all_to_all with the optimizer's step, in one kernel."""
+"""Backward pass of embedding_all_to_all with the optimizer's step, in one kernel."""
 
 from __future__ import annotations
 
@@ -48,57 +48,59 @@ _MOST_KEYS = 256
 class EmbeddingOptimizer:
     """Updates this PE's tables in the backward pass of `embedding_all_to_all`.
 
-    ``po.embedding_all_to_all(tables, ..., optimizer=optimizer)`` records what ``loss.backward()`` needs; the gradients
-    of the result then travel to the tables' owners, a row's are summed over the global batch, and the row is updated
-    once, in one launch on every PE. The same bits for every run, world size and schedule.
+    ``po.embedding_all_to_all(tables, ..., optimizer=optimizer)`` records what ``loss.backward()`` needs. In the
+    backward pass the gradients of the result travel to the tables' owners, the gradients of a row are summed over the
+    global batch, and the row is updated once, in one launch on every PE. The bits are the same for every run, world
+    size and schedule.
 
-    g is a row's summed gradient times `gradient_scale`, w the row, lr the learning rate; only rows that a bag has are
-    touched:
+    Below, g is a row's summed gradient times `gradient_scale`, w is the row, and lr is the learning rate. Only rows
+    that some bag contains are updated:
 
     - "sgd": ``w -= lr * g``
     - "adagrad": ``s += g^2; w -= lr * g / (sqrt(s) + eps)``
-    - "rowwise_adagrad": ``s += mean(g'^2); m = lr / (sqrt(s) + eps); w = c * w - m * g``, where g' = g and c = 1;
-      with weight decay "l2" g' = g + weight_decay * w and c = 1 - m * weight_decay, with "decoupled" g' = g and
-      c = 1 - lr * weight_decay; with `max_norm` then ``w *= min(1, max_norm / |w|)``, before w is rounded to 16 bits
-    - "adam": ``m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g^2;
-      w -= lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)``, t counting all steps
+    - "rowwise_adagrad": ``s += mean(g'^2); m = lr / (sqrt(s) + eps); w = c * w - m * g``, where g' = g and c = 1. With
+      weight decay "l2", g' = g + weight_decay * w and c = 1 - m * weight_decay. With "decoupled", g' = g and c = 1 - lr
+      * weight_decay. With `max_norm`, then ``w *= min(1, max_norm / |w|)``, before w is rounded to 16 bits.
+    - "adam": ``m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g^2; w -= lr * ((m / (1 - b1^t)) / (sqrt(v / (1 -
+      b2^t)) + eps) + weight_decay * w)``, where t counts all steps.
 
     Args:
-        weights: this PE's, as they are passed to `embedding_all_to_all`, in the same order; in a list, tuple or
-            `nn.ParameterList`. Where there are several lists, each has an optimizer, made at the same time on all PEs,
-            of the same name. What else is chosen here is for this PE's tables alone: peers may choose otherwise.
+        weights: this PE's tables, as passed to `embedding_all_to_all`, in the same order; in a list, tuple or
+            `nn.ParameterList`. Each list of tables needs an optimizer of its own, made at the same time on all PEs with
+            the same `optimizer` name. The other options are for this PE's tables only: peers may choose others.
         optimizer: "sgd", "adagrad", "rowwise_adagrad" or "adam"; see above.
-        lr: of the first step; see `lr`.
-        eps: added to roots.
-        weight_decay: see above; "adam" has it decoupled, "sgd" and "adagrad" none.
+        lr: learning rate of the first step; see the attribute `lr`.
+        eps: added to square roots.
+        weight_decay: see above; decoupled for "adam", not available for "sgd" and "adagrad".
         weight_decay_mode: "l2" or "decoupled"; see above.
-        max_norm: for "rowwise_adagrad", from 1e-18 to 1e18: rows whose Euclidean norm is larger after the step, and
-            before they are rounded, are scaled to it; None for any.
+        max_norm: for "rowwise_adagrad", from 1e-18 to 1e18: a row with a larger Euclidean norm after the step is scaled
+            to this norm before it is rounded. None for no limit.
         betas: of "adam".
-        rounding: of rows of 16 bits: "nearest", ties to even, or "stochastic", up or down in magnitude with the
-            probability that makes the new row's value the expected one (in float16, below 2^-14, to within 2^-40).
-            There are 16 random bits for each element, of a generator that counts: they depend on the table's seed, the
-            number of steps, the row and the column alone.
-        seed: of stochastic rounding, from 0 up to 2^63: one for each table, or s for s, s + 1, ... Where tables may
-            move to another PE, or to another place in the list, pass one for each, which stays the table's.
+        rounding: of rows of 16 bits. "nearest": ties to even. "stochastic": up or down in magnitude, with the
+            probability that makes the expected value exact (in float16, below 2^-14, to within 2^-40). Each element
+            uses 16 random bits of a counter-based generator; they depend only on the table's seed, the number of steps,
+            the row and the column.
+        seed: of stochastic rounding, from 0 up to 2^63: one for each table, or s for s, s + 1, ... If tables may move
+            to another PE or to another place in the list, pass one seed per table, and keep it with the table.
 
     Attributes:
-        lr, gradient_scale: `[1]`, float32, on the device; the kernel reads them, so that a CUDA graph's replay follows
-            what is written there. A number that is assigned is written there.
-        step_count: `[1]`, int64, on the device: steps so far; the kernel counts. Assign it after loading states; what
-            is written there in place counts from the next step outside of a CUDA graph on, which waits on the host.
-        seeds: `[T]`, int64, on the device: see `seed`; assign them after loading. Tables that are one tensor have the
-            first one's.
+        lr, gradient_scale: `[1]`, float32, on the device. The kernel reads them, so a replay of a CUDA graph uses the
+            values that are written there. An assigned number is written there.
+        step_count: `[1]`, int64, on the device: number of steps, counted by the kernel. Assign it after loading states.
+            A value that is written in place counts from the next step outside of a CUDA graph on; that step waits on
+            the host.
+        seeds: `[T]`, int64, on the device: see `seed`; assign them after loading. Tables that are one tensor use the
+            first of their seeds.
 
     Raises:
-        ValueError, TypeError: for what it cannot be made of.
+        ValueError, TypeError: an invalid argument.
 
-    Backward is collective: every PE must reach it, in the same order as its peers, which is a ContractMismatchError
-    otherwise, also for equal tables and for two forward passes of one optimizer. A second backward pass of one forward
-    pass is refused. A launch that is given up may leave tables half updated: all PEs refuse all of the optimizer's then
-    until they are loaded from a checkpoint, and `loaded` says so.
-    Source: FBGEMM's table-batched embeddings (exact optimizers), section III of the SC24 paper for the exchange, and
-    Philox4x32-10 of "Parallel random numbers: as easy as 1, 2, 3" (SC11).
+    The backward pass is collective: all PEs run the same backward passes in the same order. Otherwise they raise
+    ContractMismatchError, also for equal tables and for two forward passes of one optimizer. A second backward pass of
+    one forward pass is refused. A launch that is given up may leave tables partly updated. Then all PEs refuse all
+    tables of the optimizer until they are loaded from a checkpoint and `loaded` is called. Source: FBGEMM's
+    table-batched embeddings (exact optimizers), section III of the SC24 paper for the exchange, and Philox4x32-10 of
+    "Parallel random numbers: as easy as 1, 2, 3" (SC11).
     """
 
     @torch.inference_mode(False)  # steps write to what it holds
@@ -220,12 +222,13 @@ class EmbeddingOptimizer:
         return found
 
     def loaded(self, step_count: int) -> None:
-        """Say that tables and states, which a launch that was given up may have changed in part, were loaded again.
+        """Declare that tables and states were loaded again after a launch that was given up may have changed them in
+        part.
 
         Args:
-            step_count: of what was loaded, the same on every PE.
+            step_count: of the loaded state, the same on every PE.
 
-        All PEs load and say so: they have agreed in `po.recover()` on what to refuse, whichever of them has changed it.
+        All PEs load and call this: they agreed in `po.recover()` on which tables to refuse.
         """
         self.step_count = step_count  # type: ignore[assignment]  # mypy knows one type for both
         _world.current().workspace.changes.loaded(*self._tables, *self._own)

@@ -33,44 +33,44 @@ _AGREEMENT = Operator("agreement on the layout of EmbeddingInputs", (), has_kern
 
 
 class EmbeddingInputs:
-    """Brings lookups to the owners of tables, in a launch that may run beside others.
+    """Sends lookups to the owners of tables, in a launch that may run beside other launches.
 
-    Each PE passes the lookups of its *own* samples, for all features; each owner gets, from every PE, those of its
-    tables, in a region per PE of its symmetric heap, without a host synchronization. Regions are double: the next
-    batch arrives while this one's is read. Launches have a workspace of their own: on a stream of their own they may
-    run beside the world's other launches (`run_beside`), with few WGs; otherwise all are put in the order of the calls,
-    and each has the whole GPU.
+    Each PE passes the lookups of its *own* samples, for all features. Each owner receives, from every PE, the lookups
+    of its tables, in one region per PE of its symmetric heap, without a host synchronization. Regions are double
+    buffered: the next batch arrives while the current one is read. The launches have their own workspace. On a stream
+    of their own they may run beside the world's other launches (`run_beside`), with few CTAs. Otherwise all launches
+    run in the order of the calls, and each has the whole GPU.
 
     Made by all PEs together, with the same arguments.
 
     Args:
         slots: for each PE, in rank order, its tables in its order: (feature, rows) of each. A feature may go to several
-            slots, of one PE or of several. A PE may have none.
-        num_features: F, that every PE's lookups have.
-        max_batch: the most samples that a PE brings.
-        lookups_per_sample: of each feature, or one number for all: the room for lookups is this times `max_batch`.
-            Exact where every bag has the same length; otherwise an estimate, see `exchange`. A PE's slots with the most
-            lookups are best passed first: `embedding_all_to_all` then runs those above its average beside the others.
-        capacity: instead of that, `[world_size][world_size]`: lookups of each PE's message to each owner.
-        is_weighted: whether lookups have weights.
-        index_dtype: of the lookups in regions; None for int32 where all tables have fewer than 2^31 rows, else int64.
-        bounds: "fatal" raises IndexError for an index outside of its table, a negative length, lengths whose sum is not
-            the number of values, or offsets that do not begin at 0, fall, or do not end there, on the PE that passed
-            it; "ignore" skips silently.
-        slot_order: for each PE, a number for each of its slots. Where a feature goes to several slots, the gradient of
-            a weight is the sum of what these have for it, added up in ascending order of the numbers; equal ones, and
-            all where it is None, in the order of `slots`.
+            slots, of one PE or of several. A PE may have no slots.
+        num_features: F, the number of features of every PE's lookups.
+        max_batch: largest number of samples of a PE.
+        lookups_per_sample: of each feature, or one number for all. The room for lookups is this times `max_batch`. It
+            is exact if all bags have the same length; otherwise it is an estimate, see `exchange`. Pass a PE's slots
+            with the most lookups first: `embedding_all_to_all` then runs slots above the average beside the others.
+        capacity: instead of lookups_per_sample, `[world_size][world_size]`: lookups of each PE's message to each owner.
+        is_weighted: whether lookups have per-sample weights.
+        index_dtype: of the lookups in regions; None for int32 if all tables have fewer than 2^31 rows, else int64.
+        bounds: "fatal" raises IndexError, on the PE that passed it, for an index outside of its table, a negative
+            length, lengths whose sum is not the number of values, or offsets that do not start at 0, fall, or do not
+            end at the number of values. "ignore" skips such entries silently.
+        slot_order: for each PE, a number for each of its slots. If a feature goes to several slots, the gradient of a
+            per-sample weight is the sum of the slots' gradients in ascending order of these numbers. Equal numbers, and
+            all slots if it is None, are added in the order of `slots`.
 
     Attributes:
-        index_dtype: see above.
-        capacity: lookups of each PE's message to each owner, as they are.
+        index_dtype: of the lookups in regions.
+        capacity: current number of lookups of each PE's message to each owner.
 
     Raises:
-        ValueError, TypeError: an argument; or the PEs passed different ones.
-        SymmetricHeapError: no room for the regions on some PE.
+        ValueError, TypeError: an invalid argument; or the PEs passed different arguments.
+        SymmetricHeapError: a PE has no room for the regions.
 
-    Collective and blocking.
-    Source: TorchRec's distribution of a KeyedJaggedTensor (`KJTAllToAll`), whose layout this takes.
+    Collective and blocking. Source: TorchRec's distribution of a KeyedJaggedTensor (`KJTAllToAll`), with the same
+    layout.
     """
 
     def __init__(
@@ -131,36 +131,38 @@ class EmbeddingInputs:
     ) -> Lookups:
         """Send the lookups of this PE's B samples to the owners of their tables.
 
-        Bag (f, b) is ``values[o[f * B + b] : o[f * B + b + 1]]``, o being `offsets`, or the sums of `lengths` before.
+        Bag (f, b) is ``values[o[f * B + b] : o[f * B + b + 1]]``, where o is `offsets`, or the running sum of
+        `lengths`.
 
         Args:
-            values: `[n]`, int32 or int64, n < 2^31: feature by feature, and in a feature sample by sample.
-            lengths: `[F * B]`, int32 or int64: of the bags.
-            offsets: `[F * B + 1]`, the same: instead of lengths.
-            per_sample_weights: `[n]`, float32, exactly where `is_weighted`. Where they require a gradient on one PE,
-                and gradients are recorded, they must on all: a backward pass through `embedding_all_to_all` brings each
-                PE those of its own, ``<gradient of the pooled row, the table's row before its update>``, in float32,
-                summed over the slots of the lookup's feature. A lookup that is skipped, or has found no room, has 0.
-            batch_per_rank: samples that each PE brings, in rank order, the same on every PE. None where the host does
-                not know: then the sources alone tell, in device memory.
+            values: `[n]`, int32 or int64, n < 2^31: feature by feature, and sample by sample within a feature.
+            lengths: `[F * B]`, int32 or int64: lengths of the bags.
+            offsets: `[F * B + 1]`, int32 or int64: instead of lengths.
+            per_sample_weights: `[n]`, float32, if and only if `is_weighted`. If they require a gradient on one PE, and
+                gradients are recorded, they must do so on all PEs. A backward pass through `embedding_all_to_all` then
+                brings each PE the gradients of its own weights, ``<gradient of the pooled row, the table's row before
+                its update>``, in float32, summed over the slots of the lookup's feature. The gradient of a lookup that
+                was skipped, or found no room, is 0.
+            batch_per_rank: number of samples of each PE, in rank order, the same on every PE. None if the host does not
+                know the numbers: then they are only in device memory, in the sources.
 
         Returns:
-            A handle on what arrives. At most two are held at a time: `Lookups.release` gives one back.
+            A handle for the lookups that arrive. At most two are held at a time; `Lookups.release` frees one.
 
         Raises:
-            ValueError, TypeError: an argument; before anything is launched.
+            ValueError, TypeError: an invalid argument; before any launch.
             NotImplementedError: in a FakeTensorMode.
-            RuntimeError: two earlier calls' lookups have not been released; the world has been left.
+            RuntimeError: the lookups of two earlier calls have not been released, or the world has been left.
             PeerTimeoutError, ContractMismatchError: of this or an earlier exchange.
 
-        The inputs must stay as they are until `Lookups.wait`. Where a message finds no room, no lookup of it is sent,
-        and every PE learns of it: `wait` makes more room on all and sends again, up to 2^31 - 2^20 lookups from a PE to
-        an owner. In a CUDA graph there is no more room to be had: po.check() raises CapacityError, and the message's
-        bags are empty.
+        Do not change the inputs until `Lookups.wait`. If a message finds no room, none of its lookups are sent, and
+        every PE learns of it: `wait` makes more room on all PEs and sends again, up to 2^31 - 2^20 lookups from a PE to
+        an owner. In a CUDA graph no room can be added: po.check() raises CapacityError, and the message's bags are
+        empty.
 
         Collective, on the current stream; may be captured in a CUDA graph after one eager call with the same dtypes.
-        Two regions take turns as far as they are free, also where calls are captured: a graph replays into those that
-        it was captured with.
+        The two regions alternate while both are free, also in captured calls: a graph replays into the regions of its
+        capture.
         """
         world, layout = _world.for_call(), self._exchange.layout
         if world is not self._world:
@@ -180,7 +182,7 @@ class EmbeddingInputs:
         )
 
     def send(self, given: Given) -> Lookups:
-        """Send what `checked_lookups` has returned, as `exchange` does."""
+        """Send the result of `checked_lookups`, as `exchange` does."""
         exchange = self._exchange
         region = exchange.next_region()
         region.order_behind_readers()
@@ -192,14 +194,14 @@ class EmbeddingInputs:
     def run_beside(self) -> bool:
         """Let exchanges run beside the world's other launches, if every PE's GPU has room for both.
 
-        Without it they take turns, in the order of the calls, whatever the streams: on some GPU neither might find room
-        until the other has ended. Call it when every operator has been called once with its largest shape, since it
-        looks at the kernels so far. One that is launched for the first time later, and leaves no room, raises
-        RuntimeError. Capture CUDA graphs after it: those captured before keep the launches of then, beside which none
-        may become resident.
+        Without this call they run in the order of the calls, on all streams: on some GPU neither launch might find room
+        until the other has ended. Call it after every operator has been called once with its largest shape, since it
+        examines the kernels so far. A kernel that is launched for the first time later, and leaves no room, raises
+        RuntimeError. Capture CUDA graphs after this call: graphs that were captured before keep their launches, and no
+        exchange may become resident beside those.
 
         Returns:
-            Whether they do, the same on all PEs.
+            Whether exchanges run beside other launches; the same on all PEs.
 
         Collective and blocking, not in a CUDA-graph capture.
         """

@@ -1,4 +1,4 @@
-"""What an exchange of lookups brings: regions of the heap that take turns, and handles on what lies in them."""
+"""Results of an exchange of lookups: regions of the heap that alternate, and handles for their contents."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _BEHIND_THE_LAST = (
 
 @dataclass(frozen=True)
 class LookupSource:
-    """The lookups that one PE has brought for this PE's tables, as tensors over its region.
+    """The lookups that one PE has sent for this PE's tables, as tensors over its region.
 
     Attributes:
-        first_sample: of the PE's samples in the global batch.
-        samples: B_s, how many there are.
+        first_sample: first of the PE's samples in the global batch.
+        samples: B_s, the number of its samples.
         offsets: `[T * B_s + 1]`, int32, slot-major, for this PE's T slots.
-        indices: `[capacity]`, int32 or int64; those after the last offset are undefined. -1: skipped.
-        per_sample_weights: the same, float32, or None.
-        num_lookups: that are here.
-        capacity: lookups that there is room for.
+        indices: `[capacity]`, int32 or int64; entries after the last offset are undefined. -1: skipped.
+        per_sample_weights: `[capacity]`, float32, or None.
+        num_lookups: lookups that have arrived.
+        capacity: lookups that fit.
     """
 
     first_sample: int
@@ -236,12 +236,12 @@ class InputExchange:
 
 
 class Lookups:
-    """A batch's lookups on their way to this PE's tables, or here.
+    """Lookups of a batch that travel to this PE's tables, or have arrived.
 
-    `wait` comes before the launches that read them, `release` after the last one; as a context, both are called. Each
-    on the stream of those launches. ``po.embedding_all_to_all(tables, lookups, ...)`` reads them, and so does its
-    backward pass: release them after ``backward()``, or after the call where no gradients are recorded. A backward
-    pass that finds them released raises RuntimeError and changes nothing.
+    Call `wait` before the launches that read the lookups and `release` after the last of them, both on the stream of
+    those launches; a `with` statement calls both. ``po.embedding_all_to_all(tables, lookups, ...)`` and its backward
+    pass read the lookups. So release them after ``backward()``, or after the call if no gradients are recorded. A
+    backward pass that finds them released raises RuntimeError and changes nothing.
 
     Attributes:
         batch_per_rank: of `exchange`.
@@ -249,17 +249,17 @@ class Lookups:
             cuda/tile/lookup_source.cuh, which kernels read: addresses of indices, offsets and weights, first_sample,
             samples, count, capacity, left_out, first_lookup.
         num_slots: T, of this PE.
-        num_beside: how many of the first slots have more lookups than the average, by `EmbeddingInputs`' estimates.
-        rows: of each slot's table.
+        num_beside: number of leading slots with more lookups than the average, by `EmbeddingInputs`' estimates.
+        rows: number of rows of each slot's table.
         index_dtype: of the indices.
-        is_weighted: whether they have weights.
-        gives_gradients: whether a backward pass brings the weights' gradients to the PEs that passed them.
-        per_sample_weights: of `exchange`, where `gives_gradients` and until `release`; None elsewhere.
-        layout, capacity_matrix: of the exchange; `capacity_matrix[source][owner]` is what it sent under.
-        capacities, capacity: how many lookups of each PE, and of all, there is room for.
-        memory: what the sources' addresses lie in, `[nbytes]`, uint8: PE 0's region first.
-        num_values: of this PE's, that were passed to `exchange`.
-        begins: where `gives_gradients`, what the exchange has found of this PE's own messages: see `InputsPlan.begins`.
+        is_weighted: whether the lookups have per-sample weights.
+        gives_gradients: whether a backward pass sends the weights' gradients to the PEs that passed the weights.
+        per_sample_weights: of `exchange`, if `gives_gradients` and until `release`; otherwise None.
+        layout, capacity_matrix: of the exchange; `capacity_matrix[source][owner]` held when it was sent.
+        capacities, capacity: number of lookups of each PE, and of all, that fit.
+        memory: memory of the sources' addresses, `[nbytes]`, uint8: PE 0's region first.
+        num_values: number of this PE's values that were passed to `exchange`.
+        begins: if `gives_gradients`, the exchange's findings about this PE's own messages: see `InputsPlan.begins`.
     """
 
     def __init__(self, exchange: InputExchange, region: Region, given: Given) -> None:
@@ -318,18 +318,19 @@ class Lookups:
             region.reported_by(self._report_number, self._arrived)
 
     def wait(self, *, among: Sequence[Lookups] = ()) -> None:
-        """Order what the current stream does next after the arrival.
+        """Order the next work of the current stream after the arrival of the lookups.
 
-        Outside of CUDA graphs it looks at what the exchange reports, and waits on the host until it has ended, which
-        in a loop that sends a batch ahead is long over; where a message found no room it makes more and sends again.
+        Outside of CUDA graphs it reads the report of the exchange and waits on the host until the exchange has ended.
+        In a loop that sends a batch ahead, the exchange has long ended by then. If a message found no room, `wait`
+        makes room and sends again.
 
         Args:
-            among: exchanges of the same batch, by other `EmbeddingInputs`; of them and this one all that lack room get
-                it, or none.
+            among: exchanges of the same batch by other `EmbeddingInputs`. All of these exchanges that lack room get it,
+                or none does.
 
         Raises:
-            IndexError: an input of this PE is bad, see `EmbeddingInputs`; the lookups are here all the same. Told by
-                this call alone.
+            IndexError: an input of this PE is bad, see `EmbeddingInputs`; the lookups have arrived all the same. Only
+                this call reports it.
             PeerTimeoutError, ContractMismatchError: the exchange was given up.
             SymmetricHeapError: no room for more lookups; the exchange is given up on all PEs.
 
@@ -347,12 +348,13 @@ class Lookups:
             self._exchange.workspace.raise_pending(self._region.input.take())  # then what graphs have found
 
     def done(self) -> bool:
-        """Return whether `wait` would neither wait nor launch."""
+        """Return whether `wait` would return without a wait or a launch."""
         report = self._region.report
         return self._given is None or (report.state == self._report_number and report.full_source < 0)
 
     def learn_split(self) -> None:
-        """Take `batch_per_rank` from what has come, where it was not passed; after `wait`, and waits on the host.
+        """Read `batch_per_rank` from the lookups that have arrived, if it was not passed. Call after `wait`; waits on
+        the host.
 
         Raises:
             RuntimeError: in a CUDA-graph capture, where the host cannot wait.
@@ -366,10 +368,10 @@ class Lookups:
             self.batch_per_rank = tuple(self._samples.tolist())
 
     def release(self, why: str = _BEHIND_THE_LAST) -> None:
-        """Say that no launch after those of the current stream reads them: their region may be filled again.
+        """Declare that only earlier launches of the current stream read the lookups: their region may be filled again.
 
         Args:
-            why: what to tell whoever reads them all the same.
+            why: reason, for the error of a later reader.
         """
         if self._is_released or self._generation != self._exchange.generation:
             return
