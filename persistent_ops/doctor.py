@@ -1,4 +1,4 @@
-"""What this machine offers the package: each thing that was found, and the command that installs what is missing."""
+"""Report what this machine has for the package, and the commands that install what is missing."""
 
 from __future__ import annotations
 

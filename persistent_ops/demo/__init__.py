@@ -1,1 +1,1 @@
-"""The main job of the package: a DLRM embedding exchange on real or synthetic input, checked against torch."""
+"""The demo of the package: a DLRM embedding exchange on real or synthetic input, checked against torch."""

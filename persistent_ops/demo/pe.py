@@ -1,4 +1,4 @@
-"""What one PE of the demo does: build its tables, run both ways of the exchange, compare and measure."""
+"""One PE of the demo: build its tables, run the fused and the unfused exchange, compare and measure them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which PE owns which embedding table."""
+"""Assignment of embedding tables to PEs."""
 
 from __future__ import annotations
 

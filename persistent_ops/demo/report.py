@@ -1,4 +1,4 @@
-"""The demo's result, as one table."""
+"""The demo's result as one table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start the demo's PEs, or be one of them, and print the result."""
+"""Start the demo's PEs, or run as one of them, and print the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fused operator is compared with: one embedding_bag per table, then all_to_all_single, then a reorder."""
+"""The demo's baseline: one embedding_bag per table, then all_to_all_single, then a reorder."""
 
 from __future__ import annotations
 

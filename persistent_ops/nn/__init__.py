@@ -1,4 +1,4 @@
-"""What drops into a model: linear layers for decoding, embedding tables spread over PEs, sparse gradients under DDP."""
+"""Modules for models: linear layers for decoding, embedding tables spread over PEs, sparse gradients under DDP."""
 
 from .ddp import allow_unused_sparse as allow_unused_sparse, ddp_sparse_hook as ddp_sparse_hook
 from .embedding_bag_collection import (

@@ -1,4 +1,4 @@
-"""Layouts of tables as they are asked for, or, where that is left open, as measured costs choose them."""
+"""Layout of tables: as requested, or chosen by measured costs for "auto"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients whose elements are bounded before they are sent."""
+"""Gradients whose elements are clamped before they are sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of several groups of tables, put side by side in the order of a result."""
+"""Columns of several groups of tables, put side by side in the order of the result."""
 
 from __future__ import annotations
 

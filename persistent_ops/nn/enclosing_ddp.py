@@ -1,4 +1,4 @@
-"""What a DistributedDataParallel around tables must have been told: to leave them alone."""
+"""Check that a DistributedDataParallel around sharded tables ignores these tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a collection has under way: lookups that were sent, and forward passes that wait for their backward passes."""
+"""A collection's open work: lookups that were sent, and forward passes whose backward passes have not run."""
 
 from __future__ import annotations
 

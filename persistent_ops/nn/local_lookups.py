@@ -1,4 +1,4 @@
-"""This PE's own lookups of some of its features, side by side."""
+"""This PE's own lookups of a subset of the features, side by side."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Linear layers whose weight is spread over the PEs, for decoding.
+"""Linear layers for decoding whose weight is spread over the PEs.
 
-A pair of them carries a tensor-parallel block: `ColumnParallelLinear` computes this PE's share of the features without
-communication, `RowParallelLinear` takes that share in and sums the PEs' results, in one kernel.
+A pair of layers forms a tensor-parallel block. `ColumnParallelLinear` computes this PE's share of the features without
+communication. `RowParallelLinear` takes that share and sums the PEs' results, in one kernel.
 """
 
 from __future__ import annotations

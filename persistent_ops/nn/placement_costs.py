@@ -1,4 +1,4 @@
-"""What a placement of embedding tables costs, by what this machine was measured to do."""
+"""Cost of a placement of embedding tables, from rates measured on this machine."""
 
 from __future__ import annotations
 

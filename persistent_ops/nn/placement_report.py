@@ -1,4 +1,4 @@
-"""The placement of embedding tables, as a table to be printed."""
+"""The placement of embedding tables as a printable table."""
 
 from __future__ import annotations
 

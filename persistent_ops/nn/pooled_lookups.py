@@ -1,4 +1,4 @@
-"""Copies of lookups that an input exchange has brought, pooled for the PEs that brought them."""
+"""Copies of lookups from an input exchange, pooled for the PEs that sent them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding tables that every PE has: looked up alone, updated by the sum of all PEs' gradients."""
+"""Replicated embedding tables: looked up locally, updated by the sum of all PEs' gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A PE's part of an embedding table, as a module that has it as a parameter."""
+"""A PE's part of an embedding table, as a module with a parameter."""
 
 from __future__ import annotations
 

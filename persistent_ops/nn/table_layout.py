@@ -1,4 +1,4 @@
-"""Which PE has which part of which table, and in which order columns come."""
+"""Layout of tables: the parts of each PE, and the order of columns."""
 
 from __future__ import annotations
 

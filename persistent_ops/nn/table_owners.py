@@ -1,4 +1,4 @@
-"""Which PE gets which slice of which table: by what slices cost, and by the memory that they take."""
+"""Assignment of table slices to PEs by cost and memory."""
 
 from __future__ import annotations
 

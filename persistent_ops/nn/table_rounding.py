@@ -1,4 +1,4 @@
-"""How tables of an embedding collection are rounded, and from which seeds."""
+"""Rounding of an embedding collection's tables, and its seeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor of which every PE has some blocks, as torch.distributed.checkpoint takes it."""
+"""A tensor whose blocks are spread over the PEs, in the form that torch.distributed.checkpoint takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shape of all_reduce needs at every call: algorithm, kernel, plans in device memory, room in the heap."""
+"""Plan of an all_reduce shape: algorithm, kernel, plans in device memory, room in the heap."""
 
 from __future__ import annotations
 

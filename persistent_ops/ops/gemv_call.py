@@ -1,4 +1,4 @@
-"""What gemv_all_reduce and gemv share: torch operators, the check of their arguments, a call from plan to result."""
+"""Shared by gemv_all_reduce and gemv: torch operators, checks of arguments, a call from plan to result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shape of gemv_all_reduce or gemv needs at every call: kernel, plans in device memory, room for packets."""
+"""Plan of a gemv_all_reduce or gemv shape: kernel, plans in device memory, room for packets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of sparse_all_reduce: entries in order, plans, and the wait for a number of rows nobody knows beforehand."""
+"""Launches of sparse_all_reduce: sorted entries, plans, and the wait for the number of rows."""
 
 from __future__ import annotations
 

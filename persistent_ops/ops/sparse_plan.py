@@ -1,4 +1,4 @@
-"""What sparse_all_reduce needs again at every call: kernel, plans in device memory, room for row sets and progress."""
+"""Plan of sparse_all_reduce: kernel, plans in device memory, room for row sets and progress."""
 
 from __future__ import annotations
 

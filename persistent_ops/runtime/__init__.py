@@ -1,1 +1,1 @@
-"""What the operators run on: launchers, bootstrap, symmetric heap, kernels."""
+"""The base of the operators: launchers, bootstrap, symmetric heap, kernels."""

@@ -1,4 +1,4 @@
-"""Memory that plans name, and that is replaced where a launch needs more: what operators need beside results."""
+"""Areas: memory that plans name and that is replaced if a launch needs more of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers as arguments, of whatever type."""
+"""Numbers as arguments, of any type."""
 
 from __future__ import annotations
 

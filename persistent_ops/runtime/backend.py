@@ -1,4 +1,4 @@
-"""What the two backends have in common: memory that peers can reach, private memory, and kernels."""
+"""Interface of the two backends: memory that peers can reach, private memory, and kernels."""
 
 from __future__ import annotations
 

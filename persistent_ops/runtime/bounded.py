@@ -1,7 +1,7 @@
-"""Calls of libraries that have no time-out of their own, made in threads that the caller can leave behind.
+"""Library calls without a time-out of their own, made in threads that the caller can abandon.
 
-A thread cannot be ended from outside, so one whose call never returns stays until the process ends. All that can be
-done is to keep their number small: who would add one to too many is refused.
+A thread cannot be ended from outside. A thread whose call never returns stays until the process ends. So the number of
+such threads is limited, and a caller that would exceed the limit is refused.
 """
 
 from __future__ import annotations

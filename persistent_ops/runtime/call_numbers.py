@@ -1,4 +1,4 @@
-"""Numbers of calls, by which a launch says to which earlier call it belongs: a backward pass to its forward pass."""
+"""Numbers of calls: a launch names the earlier call that it belongs to, such as a backward pass its forward pass."""
 
 from __future__ import annotations
 

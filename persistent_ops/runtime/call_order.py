@@ -1,12 +1,12 @@
-"""Finding PEs that wait for each other in launches of different workspaces.
+"""Find PEs that wait for each other in launches of different workspaces.
 
-A workspace knows only its own flags. But the launches of all workspaces have one order on a PE, the order of its calls
-(`StreamOrder`), and this order is the same on all PEs. So what one of two PEs has begun is a part of what the other PE
-has begun. If each has begun a launch that the other has not, they have made different calls, and neither launch ends.
+A workspace sees only its own flags. But the launches of all workspaces of a PE have one order, the order of its calls
+(`StreamOrder`), and this order is the same on all PEs. So of two PEs, one has begun a prefix of what the other has
+begun. If each has begun a launch that the other has not, they have made different calls, and neither launch ends.
 
-A launch begins with credit for the peers, which has its epoch. So a PE has in its memory what its peers have begun. The
-peers publish in the mailbox what they have seen of this PE. Both may be old, which does no harm. But all of it must be
-of one time, so nothing counts before it has stayed the same for a second.
+A launch begins with credit for the peers, which carries its epoch. So a PE has in its memory what its peers have begun.
+The peers publish in the mailbox what they have seen of this PE. Both may be old, which does no harm. But all of it must
+be from one time, so it counts only after it has stayed the same for a second.
 
 Two cases are left out: workspaces that run beside others, which have no common order with them, and launches after a
 failure, which give no credit.

@@ -1,4 +1,4 @@
-"""Inputs that launches change in place (tables, states of an optimizer), and what an abort makes of them."""
+"""Inputs that launches change in place (tables, states of an optimizer), and their state after an abort."""
 
 from __future__ import annotations
 

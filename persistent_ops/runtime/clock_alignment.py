@@ -1,4 +1,4 @@
-"""How far the clocks of the PEs are apart, which timelines of several PEs need."""
+"""Measure the offsets between the PEs' clocks, for timelines of several PEs."""
 
 from __future__ import annotations
 

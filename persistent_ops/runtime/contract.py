@@ -1,6 +1,6 @@
 """Launch contracts: what all PEs must agree on in one launch, and how an error names it.
 
-The runtime knows launches, flags and codes. What a code means stands with the operator whose kernel uses it.
+The runtime knows launches, flags and codes. The operator whose kernel uses a code defines its meaning.
 """
 
 from __future__ import annotations

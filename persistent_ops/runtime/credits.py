@@ -1,4 +1,4 @@
-"""What a PE sees of its peers' credits in a workspace: which launches they have begun, and under which contracts."""
+"""A PE's view of its peers' credits in a workspace: the launches that they have begun, and their contracts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU a PE takes, and whether the PEs' choices work together. Decided from numbers alone."""
+"""Choice of a PE's GPU, and the check that the PEs' choices work together, decided from numbers alone."""
 
 from __future__ import annotations
 

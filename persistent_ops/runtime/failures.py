@@ -1,4 +1,4 @@
-"""Why launches of a workspace were given up: an ErrorRecord, which a kernel has filled in, as an exception."""
+"""Turn the ErrorRecord of a launch that was given up into an exception."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Locks of the operating system on files, awaited with a bound. They end with their holder, however it ends."""
+"""File locks of the operating system with bounded waits. A lock ends with its holder, however the holder ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are there after a machine has lost its power."""
+"""Files that survive a power failure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The symmetric heap: one block of memory per PE, addressed by offsets that mean the same on every PE.
+"""The symmetric heap: one block of memory per PE, addressed by offsets with the same meaning on every PE.
 
-Two kinds of allocations share it. Symmetric ones (`po.empty`) are made by all PEs together and lie at one offset.
-Outputs of operators come from a pool that each PE manages alone: a receiver tells its senders with every launch's
-credit where its output is, so offsets need not agree, and a buffer is used again only when nobody holds a tensor over
-it.
+Two kinds of allocations share it. All PEs together make symmetric allocations (`po.empty`), which have the same offset
+everywhere. Each PE alone manages the pool of the operators' outputs: with every launch's credit, a receiver sends its
+senders the position of its output, so offsets need not agree. A buffer is used again only when no tensor refers to it.
 """
 
 from __future__ import annotations

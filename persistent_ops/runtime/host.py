@@ -1,7 +1,7 @@
-"""The host backend: the kernels compiled by the C++ compiler, PEs as processes (or threads), heaps in shared memory.
+"""The host backend: kernels compiled by the C++ compiler, PEs as processes (or threads), heaps in shared memory.
 
-A heap is an anonymous shared-memory file (memfd, mode 0600) which the peers map through the owner's /proc entry. It
-never has a name, so nothing is left behind however the PEs end, kill -9 included.
+A heap is an anonymous shared-memory file (memfd, mode 0600), which the peers map through the owner's /proc entry. It
+never has a name, so nothing remains however the PEs end, kill -9 included.
 """
 
 from __future__ import annotations

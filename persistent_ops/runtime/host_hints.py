@@ -1,4 +1,4 @@
-"""What the host tells launches under way: which PEs have ended, which prepare a launch, and whether to give up."""
+"""Hints of the host to running launches: which PEs have ended, which prepare a launch, and whether to give up."""
 
 from __future__ import annotations
 

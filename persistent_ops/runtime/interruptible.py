@@ -1,7 +1,7 @@
-"""Calls that block outside of Python, made so that a signal (Ctrl-C) is handled while they wait.
+"""Calls that block outside of Python, made so that a signal (Ctrl-C) is handled during the wait.
 
-Python runs signal handlers between two of its own instructions, and in the main thread alone: a library call there
-would put them off until it returns.
+Python runs signal handlers only in the main thread, between two of its own instructions. A library call in the main
+thread would delay them until it returns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Joining the world of a job: which launcher or group tells of the peers, and on which backend they run."""
+"""Join the world of a job: find the launcher or group that names the peers, and the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SMs for other libraries' collectives, which wait for peers as we do (cuda/DESIGN.md, "Launches side by side")."""
+"""SMs for other libraries' collectives, which also wait for peers (cuda/DESIGN.md, "Launches side by side")."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""NVSHMEM's end in this process: it waits for all PEs, with no time-out of its own.
+"""The end of NVSHMEM in this process: it waits for all PEs, without a time-out.
 
-Where not all of them come it never returns. Then NVSHMEM runs on until the process is gone, which gives back what it
-holds; until then it cannot be started again.
+If some PEs do not come, it never returns. NVSHMEM then runs until the process ends, which frees its resources. Until
+then it cannot be started again.
 """
 
 from __future__ import annotations

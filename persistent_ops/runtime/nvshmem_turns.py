@@ -1,8 +1,9 @@
-"""NVSHMEM starts in one job at a time, and ends in none meanwhile, where PEs of a host share GPUs.
+"""Start NVSHMEM in one job at a time, and in none during another job's end, where PEs of a host share GPUs.
 
-PEs that share a GPU tell each other so in shared memory that NVSHMEM (3.4.5, src/host/init/init.cu) names after the
-first of them alone: mps_shm_0, in whatever job. What starts beside another job's start finds that one's, and what
-starts beside an end finds it removed: either way its processes crash. With a GPU for each PE there is none.
+PEs that share a GPU exchange this fact in shared memory. NVSHMEM (3.4.5, src/host/init/init.cu) names that memory after
+the first of these PEs only: mps_shm_0, in every job. A start beside another job's start finds that job's memory, and a
+start beside an end finds the memory removed: either way the processes crash. With a GPU for each PE there is no such
+memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The environment variables that NVSHMEM reads when it starts, and that have no other way in."""
+"""The environment variables that NVSHMEM reads when it starts, for settings without another interface."""
 
 from __future__ import annotations
 

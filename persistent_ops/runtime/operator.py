@@ -1,4 +1,4 @@
-"""An operator, and what it keeps in a world from call to call: plans, the memory that they name, and a tuning."""
+"""An operator, and what it keeps in a world between calls: plans, the memory that they name, and a tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether what an operator writes shares memory with what it reads: a kernel reads some of it when more is written."""
+"""Check that an operator's outputs do not overlap its inputs, which a kernel may read after writes."""
 
 from __future__ import annotations
 

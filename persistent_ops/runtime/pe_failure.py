@@ -1,4 +1,4 @@
-"""Why a PE that `launch` started has no result, and which of several failures explains the others."""
+"""The reason why a PE that `launch` started has no result, and the first cause among several failures."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """PEs that are threads of this process: `launch(..., threads=True)`.
 
-What a PE's function leaves open, its world, is closed after it: a heap must not be unmapped while a thread of the
-world still writes to it. A thread cannot be ended from outside; one that a launch has left behind is asked to end when
-the interpreter exits, by an exception that it sees once it is back in Python code, and waited for. Not earlier: what it
-is in the middle of, such as an import, would be left half done for everybody.
+A world that a PE's function leaves open is closed after the function: a heap must not be unmapped while a thread of the
+world still writes to it. A thread cannot be ended from outside. When the interpreter exits, a thread that a launch has
+abandoned gets an exception, which it sees once it is back in Python code, and the interpreter waits for it. An earlier
+exception could interrupt an import, which would then stay half done for the whole process.
 """
 
 from __future__ import annotations

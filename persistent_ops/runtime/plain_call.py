@@ -1,4 +1,4 @@
-"""Plain tensors: what every public function takes, and which calls may go to the kernel at once."""
+"""Plain tensors, which every public function takes, and plain calls, which go to the kernel directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of an operator: what its launches of one kind have in common, kept from call to call."""
+"""Plans of an operator: what its launches of one kind share, kept between calls."""
 
 from __future__ import annotations
 

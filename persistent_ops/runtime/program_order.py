@@ -1,8 +1,8 @@
-"""What keeps collective calls in a compiled graph as they are written: each made once, and in program order.
+"""Keep collective calls in a compiled graph as they are written: each call once, in program order.
 
-A compiler may drop a pure call whose result is unused, merge two equal calls, and move any of them. Each PE compiles
-for itself, so its peers then wait for a call that never comes, or take part in another one. So the schema of each
-collective operator has an argument that the operator says it changes, and all calls on a device get the same tensor for
+A compiler may drop a pure call whose result is unused, merge two equal calls, and move calls. Each PE compiles for
+itself, so its peers would then wait for a call that never comes, or take part in another call. So the schema of each
+collective operator declares an argument that the operator changes, and all calls on a device get the same tensor for
 it. Each call then depends on the call before it. No kernel reads the tensor.
 """
 

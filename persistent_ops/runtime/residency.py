@@ -1,7 +1,7 @@
-"""Which launches find room beside one another on a GPU, however their work-groups (WGs) come to lie.
+"""Find which launches fit on a GPU side by side, for any placement of their work-groups (WGs).
 
-A launch waits for peers while it is resident. Two of them that may run at once must not keep each other from being
-resident as a whole, or PEs on which they came in different orders wait for each other.
+A launch waits for peers while it is resident. Two launches that may run at once must not keep each other from becoming
+fully resident. Otherwise PEs that started them in different orders would wait for each other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What operators see of a world, which is built upon them: `World` is a `Site`."""
+"""The part of a world that operators see: `World` is a `Site`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What travels between `launch` and the processes that it starts: a function and its arguments, results, exceptions.
+"""What `launch` sends to its processes, and back: a function and its arguments, results, exceptions.
 
-Pickle sends functions and classes by name. A fresh process finds by that name what stands in a module, and what a
-script defines, which it runs again. What was typed into a notebook, given to python -c or read from standard input is
-in no file, so that it has to be sent itself; cloudpickle can.
+Pickle sends functions and classes by name. A new process finds by that name what a module defines, and what a script
+defines, since it runs the script again. Code from a notebook, python -c or standard input is in no file, so it must be
+sent itself, with cloudpickle.
 """
 
 from __future__ import annotations

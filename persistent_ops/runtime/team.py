@@ -1,4 +1,4 @@
-"""Who takes part in a launch."""
+"""The PEs of a launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor maps: matrices whose boxes kernels copy to shared memory (cuda/platform/tensor_map.cuh)."""
+"""Tensor maps: matrices from which kernels copy boxes to shared memory (cuda/platform/tensor_map.cuh)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensors an operator takes: declared once, checked in one place, with one wording."""
+"""Specifications of an operator's tensors: declared once, checked in one place, with one wording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time-outs of `persistent_ops.init`: as they were given, from the environment, or by default."""
+"""The time-outs of `persistent_ops.init`: from arguments, from the environment, or defaults."""
 
 from __future__ import annotations
 

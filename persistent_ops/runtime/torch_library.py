@@ -1,4 +1,4 @@
-"""An operator as torch sees it: schema, implementation for every device, fake kernel, and what a call goes through."""
+"""An operator as torch sees it: schema, implementation for every device, fake kernel, and the steps of a call."""
 
 from __future__ import annotations
 

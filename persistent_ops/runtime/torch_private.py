@@ -1,7 +1,7 @@
-"""What the package uses of torch's private names, in one place: what for, and which public name is missing.
+"""The private names of torch that the package uses, in one place: the purpose, and the missing public name.
 
-They are the functions themselves, so that asking for them here costs a call nothing. A torch without one of them fails
-at import; pyproject.toml bounds torch by the versions that were run.
+They are the functions themselves, so a call pays nothing for the indirection. A torch without one of them fails at
+import; pyproject.toml limits torch to the versions that were run.
 """
 
 from __future__ import annotations

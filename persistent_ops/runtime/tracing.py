@@ -1,4 +1,4 @@
-"""Timelines of launches: what kernels leave in a TraceSink."""
+"""Timelines of launches: what kernels write to a TraceSink."""
 
 from __future__ import annotations
 

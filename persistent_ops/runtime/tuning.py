@@ -1,6 +1,6 @@
-"""What all operators' tunings have in common: no choice is below what makes sense.
+"""Common rules of all operators' tunings: no choice is below its minimum.
 
-How much is too much, a machine or a shape decides: an operator says so where it makes its plan.
+A machine or a shape decides the maximum: an operator checks it when it makes its plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions of the package's that torch.compile is not to trace: they launch, wait on the host and meet other PEs."""
+"""Functions of the package that torch.compile must not trace: they launch, wait on the host and meet other PEs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Flags, epochs and error records of one world: what makes a launch of one operator follow another.
+"""Flags, epochs and error records of one world, which order the launches of different operators.
 
-One launch is in flight on a workspace at a time; `StreamOrder` sees to it where they come from several streams. A world
-has a workspace, and may open others, whose launches have epochs of their own and wait for none of those
-(`World.side_workspace`).
+One launch is in flight on a workspace at a time; `StreamOrder` orders launches from several streams. A world has a
+workspace and may open others (`World.side_workspace`), whose launches have their own epochs and do not wait for the
+first one's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The world of this PE: who its peers are, on which backend they run, and what they share."""
+"""The world of this PE: its peers, their backend, and what they share."""
 
 from __future__ import annotations
 

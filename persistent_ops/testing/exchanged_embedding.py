@@ -1,4 +1,4 @@
-"""What tables spread over PEs are compared with: the same tables, exchanged through torch.distributed."""
+"""Baseline of tables spread over PEs: the same tables, exchanged through torch.distributed."""
 
 from __future__ import annotations
 

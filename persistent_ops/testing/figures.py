@@ -1,4 +1,4 @@
-"""matplotlib, where it is installed: it is imported when a figure is drawn."""
+"""matplotlib, if installed: imported when a figure is drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a PE has of its machine."""
+"""A PE's share of its machine."""
 
 from __future__ import annotations
 

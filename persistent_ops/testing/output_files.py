@@ -1,4 +1,4 @@
-"""What a run leaves behind: whether it can be written, looked at before the run; and files that are there whole."""
+"""Output files of a run: checked before the run, and complete or absent after it."""
 
 from __future__ import annotations
 

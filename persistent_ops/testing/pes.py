@@ -1,4 +1,4 @@
-"""Run a function on every PE, whatever starts them, and exchange what the PEs have to say."""
+"""Run a function on every PE, under any launcher, and exchange values between PEs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as JSON lines, and what identifies the run that made them."""
+"""Results as JSON lines, with the identity of the run that made them."""
 
 from __future__ import annotations
 

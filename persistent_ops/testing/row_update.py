@@ -1,4 +1,4 @@
-"""The optimizers of embedding tables in torch's operators, for tables that torch exchanges."""
+"""Optimizers of embedding tables in torch's operators, for tables that torch exchanges."""
 
 from __future__ import annotations
 

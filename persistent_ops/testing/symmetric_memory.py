@@ -1,4 +1,4 @@
-"""torch's symmetric memory, in which benchmarks and examples sum what they compare."""
+"""torch's symmetric memory, in which baselines of benchmarks and examples sum."""
 
 from __future__ import annotations
 

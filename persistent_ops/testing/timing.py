@@ -1,4 +1,4 @@
-"""Times of what the PEs begin together, and turns of what is compared."""
+"""Times of work that the PEs begin together, with the methods in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel an embedding's backward pass takes: step, how rows lie in registers, how many WGs share an SM."""
+"""Choice of the kernel for an embedding's backward pass: optimizer step, layout of rows in registers, WGs per SM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one shape of embedding_all_to_all's backward needs again at every call: kernel and plan."""
+"""Plan of the backward pass of embedding_all_to_all: kernel and plan in device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What embedding_all_to_all can be asked for: types, choices, tables, and how they go with one another."""
+"""Checks of embedding_all_to_all's arguments: types, choices, tables, and their combinations."""
 
 from __future__ import annotations
 

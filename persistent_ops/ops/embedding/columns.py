@@ -1,4 +1,4 @@
-"""Where tables' columns lie in a row of embedding_all_to_all's result."""
+"""Positions of tables' columns in a row of embedding_all_to_all's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of embedding tables, for whoever makes the optimizer's step later."""
+"""Gradients of embedding tables, for optimizers outside of this package."""
 
 from __future__ import annotations
 

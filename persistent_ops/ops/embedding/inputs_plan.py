@@ -1,4 +1,4 @@
-"""What an input exchange needs again at every call: layout of regions, kernel, and the plan in device memory."""
+"""Plan of an input exchange: layout of regions, kernel, and plan in device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lookups of an embedding batch by table row: sorted in one launch of this PE alone."""
+"""Sort the lookups of an embedding batch by table row, in one launch of this PE alone."""
 
 from __future__ import annotations
 

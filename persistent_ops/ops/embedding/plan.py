@@ -1,4 +1,4 @@
-"""What one shape of embedding_all_to_all needs again at every call: checks, kernel, and the plan in device memory."""
+"""Plan of embedding_all_to_all: checks, kernel, and plan in device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call of embedding_all_to_all that autograd records: what its backward pass needs of it."""
+"""A call of embedding_all_to_all that autograd records, with what its backward pass needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How samples and columns are split over the PEs where callers of embedding_all_to_all leave that to the operator."""
+"""Default split of samples and columns over the PEs for embedding_all_to_all."""
 
 from __future__ import annotations
 

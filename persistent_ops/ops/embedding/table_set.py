@@ -1,8 +1,8 @@
-"""Recognizing a list of tables that was passed before, at a cost of well under a microsecond per table.
+"""Recognize a list of tables that was passed before, at a cost of well under a microsecond per table.
 
-A set is the same while the storages of its tables live: their addresses alone would say the same of tables that
-were freed and allocated again, and would say it on one PE and not on another. It is known by its tensor objects; what
-may change under such an object (`w.data = ...`, `w.resize_(...)`) is compared at every call.
+A set stays the same while the storages of its tables live. Addresses alone are not enough: tables that were freed and
+allocated again may have the same addresses on one PE and not on another. A set is known by its tensor objects. What may
+change under such an object (`w.data = ...`, `w.resize_(...)`) is compared at every call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way back of an input exchange: gradients of lookups' weights, from the owners to the PEs that passed them."""
+"""Return path of an input exchange: gradients of per-sample weights, from the owners to the PEs that passed them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the PEs agree on of the tables of embedding_all_to_all's backward pass: their columns."""
+"""Columns of the tables of embedding_all_to_all's backward pass, on which the PEs agree."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Bring the PEs of a job together, and let them exchange small values while they set up.
+"""Connect the PEs of a job, and let them exchange small values during setup.
 
 The protocol, over a `mailbox` (a table that all PEs see):
 
-- A PE claims its number (a counter per rank: a second claim is a second process with that number) and the world size
-  (the first one stands), then gives its identity in the first exchange.
-- Exchange number n: each PE puts its value, then counts itself; whoever sees the count complete reads all values. A PE
-  that has counted itself in exchange n + 1 has read exchange n, so values are removed one exchange late.
-- A PE that gives up writes why, and every waiter looks for that between two looks at the count. Waiters also watch the
-  processes of this host, so that a killed PE is noticed before the time-out.
+- A PE claims its rank (a counter per rank: a second claim means a second process with that rank) and the world size
+  (the first claim counts). It then gives its identity in the first exchange.
+- In exchange n each PE puts its value, then increments a count. A PE that sees the count complete reads all values. A
+  PE that has counted itself in exchange n + 1 has read exchange n, so values are removed one exchange late.
+- A PE that gives up writes the reason. Every waiting PE looks for a reason between two looks at the count. Waiting PEs
+  also watch the processes of this host, so they notice a killed PE before the time-out.
 
-The mailbox is not a secret: whoever may connect to the loopback interface (or, with several hosts, to rank 0's port)
-can read it, as with torch.distributed. Keep jobs of several hosts on a network that you trust.
+The mailbox is not secret: every process that can connect to the loopback interface (or, with several hosts, to rank 0's
+port) can read it, as with torch.distributed. Keep jobs of several hosts on a network that you trust.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Read from the environment who started this process, which rank it is, and how it can reach rank 0.
+"""Read from the environment which launcher started this process, its rank, and how it can reach rank 0.
 
-Only variables are read here: nothing is connected, opened or imported. What is found goes to `bootstrap.connect`.
-Several launchers may speak at once (`srun torchrun`, `mpirun` in a Slurm step): the inner one is taken where its own
-variables prove which that is, and a disagreement that nothing explains is an error, because a guess would start a job
-with the wrong world.
+This module only reads variables: it connects to nothing, opens nothing and imports nothing. The result goes to
+`bootstrap.connect`. Several launchers may set variables at once (`srun torchrun`, `mpirun` in a Slurm step). The inner
+launcher counts if its own variables prove that it is the inner one. An unexplained disagreement is an error, because a
+guess would start a job with the wrong world.
 """
 
 from __future__ import annotations

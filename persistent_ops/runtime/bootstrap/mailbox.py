@@ -1,9 +1,9 @@
-"""Mailboxes: where the PEs of a job leave values for each other while they start.
+"""Mailboxes: tables of keys and bytes that all PEs of a job see while they start.
 
-A mailbox is a table of keys and bytes that all PEs see. `StoreMailbox` is one over torch.distributed's store,
-`ThreadMailbox` one for PEs that are threads of this process. No call outlasts its deadline: torch's store can block for
-ever in its constructor (a peer that accepts the connection and says nothing) and in a request (a stopped server), so
-that every call runs in a thread of its own, which the caller leaves behind when time is up.
+`StoreMailbox` uses torch.distributed's store; `ThreadMailbox` serves PEs that are threads of this process. No call
+outlasts its deadline. Torch's store can block for ever in its constructor (a peer that accepts the connection and sends
+nothing) and in a request (a stopped server). So every call runs in a thread of its own, which the caller abandons at
+the deadline.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Knowing of the other PEs, while launches wait, what flags cannot tell: who has ended, compiles or calls another.
+"""Watch the other PEs for what flags cannot report: PEs that have ended, compile, or are in another call.
 
-Every PE leaves its state in the mailbox, "here" with what `CallOrder` tells of the peers' launches, and counts changes.
-A thread looks at that count, and at the processes of this host, four times a second; what it finds goes to the kernels,
-which then wait no longer, or do not count the time.
+Every PE publishes its state in the mailbox ("here", with `CallOrder`'s view of the peers' launches) and counts changes.
+A thread looks at that count, and at the processes of this host, four times a second. It passes what it finds to the
+kernels, which then stop waiting, or do not count the time.
 
-A PE that prepares a launch says so again every second. Where it falls silent (its process is stopped, say), or prepares
-for longer than any compiler takes, time counts again: no wait is without a bound.
+A PE that prepares a launch repeats this state every second. If it falls silent (its process is stopped, for example),
+or prepares for longer than any compiler takes, time counts again: every wait is bounded.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Speak PMI-1, the line protocol between a process and Hydra (mpiexec.hydra, nvshmrun), over PMI_FD.
+"""PMI-1, the line protocol between a process and Hydra (mpiexec.hydra, nvshmrun), over PMI_FD.
 
-Hydra ends the job when a process that has said `init` leaves without `finalize`, and after `finalize` it waits for the
-other processes whatever the exit status is. So `finalize` is sent when the interpreter exits in good order, and not
-before: `init` is accepted once, and a program may connect several times. A process that failed leaves without, so that
-the others do not stay behind.
+Hydra ends the job if a process that has sent `init` leaves without `finalize`. After `finalize`, Hydra waits for the
+other processes, whatever the exit status is. So `finalize` is sent when the interpreter exits normally, and not before:
+`init` is accepted once, and a program may connect several times. A process that failed leaves without `finalize`, so
+that Hydra ends the others.
 """
 
 from __future__ import annotations

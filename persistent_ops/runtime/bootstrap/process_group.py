@@ -1,4 +1,4 @@
-"""torch's process group of a world's PEs, for what runs beside the operators: references, peers, gradients of DDP."""
+"""torch's process group of a world's PEs, for code beside the operators: references, baselines, DDP's gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells a process from others: of this host and of others, also in containers that share one."""
+"""Identity of a process among those of this host and of others, including containers that share a host."""
 
 from __future__ import annotations
 

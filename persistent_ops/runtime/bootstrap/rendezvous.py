@@ -1,8 +1,8 @@
-"""How the address of rank 0's store reaches the other ranks, for each launcher.
+"""Pass the address of rank 0's store to the other ranks, for each launcher.
 
-Where all ranks are on one host, the store listens on the loopback interface only and rank 0 hands out its port over an
-abstract Unix socket: its name follows from the job's, the kernel tells both ends the user of the other, and it vanishes
-with the process.
+If all ranks are on one host, the store listens on the loopback interface only. Rank 0 hands out its port over an
+abstract Unix socket. The socket's name follows from the job's name, the kernel reports the user of each end to the
+other, and the socket disappears with the process.
 """
 
 from __future__ import annotations

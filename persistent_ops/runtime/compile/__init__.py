@@ -1,1 +1,1 @@
-"""Compilers, the cache of what they made, and what kernel headers say of themselves."""
+"""Compilers, the cache of compiled kernels, and the descriptions of kernel headers."""

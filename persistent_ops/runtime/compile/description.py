@@ -1,7 +1,8 @@
-"""The kernels' structs, constants and geometry as their own headers tell them (cuda/platform/describe.cuh).
+"""The kernels' structs, constants and geometry, as their own headers report them (cuda/platform/describe.cuh).
 
-A library that the C++ compiler makes of a header answers; ctypes structs are built from that, so nothing is defined
-twice. It is made at the first question, once per process, and kept in the compile cache.
+The C++ compiler makes a library from a header that answers questions about it. ctypes structs are built from the
+answers, so nothing is defined twice. The library is made at the first question, once per process, and kept in the
+compile cache.
 """
 
 from __future__ import annotations

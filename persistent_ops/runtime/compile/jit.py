@@ -1,7 +1,7 @@
 """Compile kernels at first use and keep the result in a cache on disk.
 
-A binary is known by a key: the hash of all that decides what the compiler writes (sources, macros, flags, compilers,
-NVSHMEM, architecture, this package's version). `compile_cache` keeps the binaries. Environment variables are read at
+The key of a binary is the hash of everything that decides the compiler's output: sources, macros, flags, compilers,
+NVSHMEM, architecture, this package's version. `compile_cache` keeps the binaries. Environment variables are read at
 every call.
 """
 

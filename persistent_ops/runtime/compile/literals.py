@@ -1,6 +1,6 @@
-"""Numbers of the kernels' headers that must be known where nothing may be compiled, as for fake tensors.
+"""Numbers of the kernels' headers that are needed where nothing may be compiled, as for fake tensors.
 
-Everything else that a header defines is asked of the library that is made of it (`description`).
+Every other number comes from the library that is made of a header (`description`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Find the compilers and libraries that kernels are built with.
+"""Find the compilers and libraries for kernels.
 
-Nothing is looked up, started or loaded when this module is imported: every function reads the environment at the
-moment it is called. What a compiler says about itself is remembered per executable (path, size, modification time),
-so that asking twice starts no second process.
+Importing this module looks up, starts and loads nothing: every function reads the environment when it is called. The
+report of a compiler about itself is cached per executable (path, size, modification time), so a second question starts
+no second process.
 """
 
 from __future__ import annotations
