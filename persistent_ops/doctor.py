@@ -92,7 +92,7 @@ def examine() -> Report:
     for section, probe in _PROBES:
         try:
             findings += probe()
-        except Exception as error:  # a doctor that dies of the patient's illness helps nobody
+        except Exception as error:  # a failing check must not end the report
             findings.append(
                 Finding(section, "this check", "warning", f"it failed: {type(error).__name__}: {error}", "report it")
             )

@@ -71,7 +71,7 @@ def ddp_sparse_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future
     future: torch.futures.Future[torch.Tensor]
     if gradient.is_sparse:
         (parameter,) = bucket.parameters()
-        # One that is left over from a backward pass that was aborted has nobody who waits for it.
+        # A sum of an aborted backward pass has no waiter.
         pending.pop(id(parameter), None)
         with _communication(world):
             launched = start_sum(gradient, "mean", tag=1 + bucket.index())

@@ -61,7 +61,7 @@ _NOT_ANEW = (
 
 
 def _versions_of(tables: Sequence[ShardedTable], optimizers: Sequence[EmbeddingOptimizer]) -> Callable[[], list[int]]:
-    """Return what tells, without holding the collection, whether rows have changed: on PEs without a table, too."""
+    """Return a function that reports, without holding the collection, whether rows have changed on any PE."""
     weights = [table.weight for table in tables]
     return lambda: [*(weight._version for weight in weights), *(num_passes(each) for each in optimizers)]
 
@@ -292,7 +292,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def sync_replicas(self) -> None:
         """Give every PE the rows of replicated tables that PE 0 has; collective where there are any.
 
-        For rows that each PE has written by itself, such as ``torch.nn.init`` draws from its own generator: replicas
+        For rows that each PE has written on its own, such as ``torch.nn.init`` draws from its own generator: replicas
         must begin alike. `ignore_sharded_tables` does it before DistributedDataParallel does so with the dense part.
         """
         if self._replicas is None:
@@ -415,7 +415,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 dim_per_rank=group.dim_per_rank,
                 dtype=group.dtype,
                 wire_dtype=self._wire_dtype if group.dtype == torch.float32 else None,
-                bounds="ignore",  # bad lookups are skipped here, since the exchange has told
+                bounds="ignore",  # bad lookups are skipped here: the exchange has reported them
                 columns=columns,
                 optimizer=made,
             )

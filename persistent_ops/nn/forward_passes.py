@@ -56,7 +56,7 @@ class SentFeatures:
 
 
 class ForwardPass:
-    """One, as the hooks of its result's graph hold it, and nobody else: it goes with the graph.
+    """A forward pass; only the hooks of its result's graph hold it, so it lives as long as the graph.
 
     Each group of tables is updated by a launch of its own. What would be refused for one of them is refused ahead of
     all, so that none is updated, and on all PEs alike, those without a table among them.

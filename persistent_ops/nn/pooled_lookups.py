@@ -21,7 +21,7 @@ def pool_copies(pool: Callable[..., torch.Tensor], lookups: Lookups) -> torch.Te
         lookups: for them, after `Lookups.wait`.
     """
     indices, offsets, factors, batch_per_rank = _global_batch(lookups)
-    # The copies are nobody else's. Hooks of others, such as torch.utils.checkpoint's, see nothing saved, as where
+    # No other code has the copies. Hooks of others, such as torch.utils.checkpoint's, see nothing saved, as where
     # nothing is copied: a region that is made again may copy what it did not copy before.
     with _seen_by_nobody():
         return pool(indices, offsets, factors, batch_per_rank=batch_per_rank)

@@ -76,7 +76,7 @@ class StepWatchdog:
         device.
         """
         if self._under_way:
-            with contextlib.suppress(RuntimeError):  # the error that ends the training is the one to be told
+            with contextlib.suppress(RuntimeError):  # the error that ends the training is the one to report
                 self.wait()
 
     def _await_steps(self) -> None:
@@ -109,7 +109,7 @@ class StepWatchdog:
             time.sleep(min(max(waited / 100, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
 
     def _end_steps(self, error: BaseException) -> None:
-        """End what the steps wait for; where that does not help, end the process, which could not leave by itself."""
+        """End what the steps wait for; if that does not help, end the process, which could not leave on its own."""
         try:
             abort_process_group(_ABORT_S)
             until = time.monotonic() + _ABORT_S

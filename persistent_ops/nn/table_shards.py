@@ -81,7 +81,7 @@ class TableShards(torch.Tensor):
         size: of the whole tensor.
         shards: this PE's blocks: where each begins in the whole, and the block. They are not copied.
         dtype, device: of the blocks, for a PE that has none.
-        remark: on its size, for whoever meets another one: torch.distributed.checkpoint has it in its message.
+        remark: on the size, for errors about another size: torch.distributed.checkpoint shows it in its message.
         check: called before the blocks are saved or copied, and raises where they should not be. It may be that they
             are to be loaded, so to have them is no harm.
     """

@@ -121,7 +121,7 @@ _ROOM = Operator("room for all_reduce's packets and slices", ("room_bytes",), ha
 
 
 class AllReduceKey(NamedTuple):
-    """What tells plans apart.
+    """The key of a plan.
 
     Attributes:
         team: who sums.

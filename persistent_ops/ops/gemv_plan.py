@@ -91,7 +91,7 @@ _ROOM = Operator("room for gemv_all_reduce's packets", ("heap_bytes",), has_kern
 
 
 class GemvKey(NamedTuple):
-    """What tells plans apart.
+    """The key of a plan.
 
     Attributes:
         team: the world's, or this PE alone, in one shot.

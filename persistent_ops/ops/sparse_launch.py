@@ -187,7 +187,7 @@ class PendingSum:
         return tensor
 
     def raise_reported(self) -> None:
-        """Raise what launches have reported: this sum's bad rows each time, for a sum without them is nobody's.
+        """Raise the errors that launches have reported: this sum's bad rows each time.
 
         What other launches found wrong with their input is raised once, and this sum stays.
         """

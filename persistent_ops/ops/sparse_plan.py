@@ -285,7 +285,7 @@ def state_of(world: World) -> SparseState:
 
 
 class SparseKey(NamedTuple):
-    """What tells plans apart.
+    """The key of a plan.
 
     Attributes:
         team: whose rows are summed.
@@ -297,7 +297,7 @@ class SparseKey(NamedTuple):
         has_order: entries are not the values in order, so rows may have several.
         is_aligned: whether rows of values and results begin at multiples of 16 bytes.
         is_into: results go to the caller's buffers, too many rows are an error.
-        tag: tells plans apart that are the same but for where they report.
+        tag: distinguishes plans that differ only in where they report.
     """
 
     team: Team
@@ -317,7 +317,7 @@ class SparsePlan(Plan):
 
     Attributes:
         capacity, gathers: of the key.
-        report: what the last launch told.
+        report: of the last launch.
     """
 
     def __init__(self, world: World, key: SparseKey) -> None:

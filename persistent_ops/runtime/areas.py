@@ -95,7 +95,7 @@ class Areas(dict[str, Area]):
             for need in missing:
                 fresh[need.name] = self._symmetric(need)
             lacking = [own] if own is not None and self._is_too_small(own) else []
-            # After the exchange in there nobody writes to any of them before it is filled.
+            # After the exchange there, no PE writes to an area before it is filled.
             taken = site.outputs.take_on_all_pes([max(need.nbytes, need.room) for need in lacking], "room")
         except SymmetricHeapError:  # as on all other PEs, which have made the same ones
             for area in fresh.values():

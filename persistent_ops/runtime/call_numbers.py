@@ -59,7 +59,7 @@ class CallNumbers:
         return f"{kind} {self._named[kind]}"
 
     def show(self, number: int) -> str:
-        """Return a number as an error tells it."""
+        """Return a number in the words of an error."""
         if not number:
             return "none"
         caller, count = number >> _CALLER_SHIFT, number & (_CAPTURED - 1)

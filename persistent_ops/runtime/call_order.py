@@ -51,7 +51,7 @@ class CallOrder:
         self._told = b""
 
     def look(self) -> bytes:
-        """Look at what the peers have begun; return what to tell them of it."""
+        """Look at what the peers have begun; return the report for them."""
         workspaces = self._workspaces()
         is_known = self._peek([workspace.credits.piece for workspace in workspaces])
         begun = [workspace.credits.begun() for workspace in workspaces]
@@ -65,7 +65,7 @@ class CallOrder:
         """Let launches give up that wait for a peer in another call; call `look` first.
 
         Args:
-            told: what each peer's `look` has returned last.
+            told: the last result of each peer's `look`.
         """
         found = []
         if self._num_still >= _STILL_LOOKS and not any(workspace.has_failed for workspace in self._workspaces()):

@@ -23,7 +23,7 @@ class OnAbort(enum.Enum):
     POISON = enum.auto()
     """All bits set, which is NaN: what it holds can be made again."""
     REFUSE = enum.auto()
-    """As the launch has left it, and refused until it is said to be loaded again."""
+    """As the launch has left it, and refused until the caller says that it was loaded again."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class Field:
     Attributes:
         name: as an error names it.
         encode: makes the word that travels of a value.
-        show: makes text of that word; None where a word is a hash, of which nothing can be told.
+        show: makes text of that word; None if the word is a hash.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Field:
 
 @dataclass(frozen=True, eq=False)
 class LaunchKind:
-    """What PEs launch, or meet under. Made at import, so that every PE can tell what another one launched.
+    """What PEs launch, or meet under. Made at import, so that every PE can name what another PE launched.
 
     Attributes:
         name: of the operator, its kernel, and the namespace and the file of that.
@@ -77,7 +77,7 @@ class LaunchKind:
             what the wait counts.
         input_errors: by the kernel's enumerator, what makes an exception of an InputErrorRecord.
         has_kernel: False for what PEs only meet under (`World.meet`), which launches the barrier's.
-        call: name of the contract's last word, which each launch sets by itself (`CallNumbers`); "": none does.
+        call: name of the contract's last word, which each launch sets (`CallNumbers`); "": no launch sets it.
         known_as: what a user knows it as, where the name does not say so.
         changes: by the name of an argument that a launch changes in place, what an abort does to it.
     """
@@ -180,7 +180,7 @@ def describe(words: Sequence[int], own: Contract | None = None, show_call: Calla
 
     Args:
         words: they.
-        own: a contract of this PE, which tells the lists that are the same in both.
+        own: a contract of this PE; lists that are the same in both are not repeated.
         show_call: makes text of the number of a call.
     """
     if not words[0]:

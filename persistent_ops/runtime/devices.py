@@ -37,7 +37,7 @@ def choose_device(count: int, *, current: int | None, of_job: Numbers | None, of
         count: GPUs that this process sees, at least 1.
         current: torch's current device where this process has initialized CUDA, which setting a device does; else
             None.
-        of_job: what the launcher said, where it said something.
+        of_job: the launcher's numbers, if it gives any.
         of_world: this PE among the world's on this host.
     """
     if current is not None:
@@ -50,7 +50,7 @@ def choose_device(count: int, *, current: int | None, of_job: Numbers | None, of
 
 
 def check_sharing(uuids: Sequence[str], rank: int) -> str:
-    """Return what PE `rank` is to be told about the GPU that it shares; "" where it has one of its own.
+    """Return the warning for PE `rank` about the GPU that it shares; "" if it has its own GPU.
 
     Args:
         uuids: of each PE's GPU, in rank order.

@@ -149,7 +149,7 @@ class Failures:
         return next((side for side in late if any(side[1]) and side[1] != tuple(error.own_contract)), told)
 
     def _describe_report(self, remedy: str, other_call: OtherCall | None) -> PersistentOpsError:
-        """Describe a failure that another PE met first and told this one."""
+        """Describe a failure that another PE met first and reported to this PE."""
         error, me = self.record, self._rank
         blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
         operator = kind_of(error.own_contract[0])

@@ -71,7 +71,7 @@ def _rounded(nbytes: int) -> int:
 
 
 class _Block(NamedTuple):
-    """A tensor of `SymmetricHeap.empty`: its bytes, and its storage, which tells it from others that had its place."""
+    """A tensor of `SymmetricHeap.empty`: its bytes, and its storage, which identifies it among tensors at its place."""
 
     nbytes: int
     storage: int
@@ -323,7 +323,7 @@ def _outside_of_modes() -> Iterator[None]:
 
 
 class OutputPool:
-    """Buffers for results in this PE's heap; idle is one that no tensor shares, and whose storage nobody has."""
+    """Buffers for results in this PE's heap. A buffer is idle if no tensor shares it and its storage has no holder."""
 
     def __init__(self, backend: Backend, heap: SymmetricHeap, bootstrap: Bootstrap) -> None:
         self._backend = backend
@@ -406,6 +406,6 @@ class OutputPool:
             self._drop(slot)
 
     def _drop(self, slot: _Slot) -> None:
-        """Give the room of a buffer back that nobody reads or writes any more."""
+        """Free a buffer that no kernel reads or writes any more."""
         self._slots[slot.nbytes].remove(slot)
         self._free_list.give(slot.offset, _rounded(slot.nbytes))

@@ -65,7 +65,7 @@ class _HostKernel:
 
 
 class _Segment:
-    """One PE's heap as this process maps it; unmapped when nobody holds this any longer."""
+    """One PE's heap as mapped by this process; unmapped with the last reference to this object."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.map = mmap.mmap(fd, nbytes)
@@ -171,7 +171,7 @@ class HostBackend:
         function.restype = ctypes.c_bool
         # The last one is for kernels that trace; others do not look at it.
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
-        # Who has no peers waits for nobody: signals are put off until a launch has ended, and no thread has to wake.
+        # A PE without peers never waits: signals are delayed until a launch has ended, and no thread has to wake.
         waits = self.waits if len(self.peer_heaps) > 1 else None
         return _HostKernel(function, self._wg_size, request.shape.cluster, waits)
 

@@ -46,7 +46,7 @@ class HostHints:
 
     @contextlib.contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Let launches give up that wait while this context is open; `recover` makes up for it. From any thread."""
+        """Make waiting launches give up while this context is open; `recover` repairs that. From any thread."""
         self._set_interrupted(True)
         try:
             yield

@@ -40,7 +40,7 @@ def turn_to_start(bootstrap: Bootstrap, seconds: float) -> Iterator[None]:
         seconds: to wait for others on a host.
 
     Raises:
-        BootstrapError: another job has not let go of its turn in time; it names the processes that hold it.
+        BootstrapError: another job has not ended its turn in time; the error names the processes that hold it.
     """
     with _lock_file() as descriptor:
         identity = "" if descriptor is None else _identity(descriptor)
@@ -74,7 +74,7 @@ def turn_to_end(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock_file() -> Iterator[int | None]:
-    """Open the lock's file, and unlock and close it at the end; None where it cannot be opened, which is said."""
+    """Open the lock's file, and unlock and close it at the end; None, with a warning, if it cannot be opened."""
     folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     path = folder / f"persistent_ops.nvshmem.{os.getuid()}.lock"
     try:
@@ -93,7 +93,7 @@ def _lock_file() -> Iterator[int | None]:
 
 
 def _open_own(path: Path) -> int:
-    """Open or make a file that is nobody else's: the name can be guessed, and all users may write to the folder."""
+    """Open or make a file that no other user owns: the name can be guessed, and all users may write to the folder."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_nlink > 1:
@@ -103,13 +103,13 @@ def _open_own(path: Path) -> int:
 
 
 def _identity(descriptor: int) -> str:
-    """Return what tells a file from others, on this host (containers have names of their own) and on others."""
+    """Return the identity of a file, on this host (containers have their own names) and among hosts."""
     status = os.fstat(descriptor)
     return f"{boot_id() or os.uname().nodename} {status.st_dev} {status.st_ino}"
 
 
 def _lock(descriptor: int, seconds: float, *, shared: bool) -> bool:
-    """Return whether the turn has come in time. Where there can be no locks there are no turns, which is said."""
+    """Return whether the turn has come in time. Without locks there are no turns, and a warning says so."""
     try:
         if not lock_within(seconds, descriptor, shared=shared):
             return False
@@ -125,10 +125,10 @@ def _lock(descriptor: int, seconds: float, *, shared: bool) -> bool:
 
 
 def _note(descriptor: int, what: str) -> None:
-    """Append to the lock's file what a turn is for, or that it is over; process and descriptor tell which one it is."""
+    """Append to the lock's file the purpose of a turn, or its end; process and descriptor identify the turn."""
     pid = os.getpid()
     line = f"{pid} {descriptor} {start_of(pid)} {_pid_numbers()} {what} {time.monotonic()}\n"
-    with contextlib.suppress(OSError):  # only errors would have told of it
+    with contextlib.suppress(OSError):  # only errors read it
         os.write(descriptor, line.encode())
 
 

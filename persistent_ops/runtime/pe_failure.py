@@ -10,7 +10,7 @@ __all__ = ["Failure", "RemoteTraceback", "first_cause", "text_of"]
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text, also where its own `__str__` raises: what else would tell of it must not be lost."""
+    """Return an error's text, even if its `__str__` raises: the other information must not be lost."""
     try:
         return str(error)
     except Exception as problem:

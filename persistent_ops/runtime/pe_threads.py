@@ -25,7 +25,7 @@ __all__ = ["launch_threads", "thread_bootstrap", "when_pe_ends"]
 
 _LONGEST_S = 1e9  # infinity is no time to meet in
 _GRACE_S = 5.0  # for the other PEs to report their own errors after the first one; threads cannot be ended
-_EXIT_S = 5.0  # for those that were left behind to end by themselves when the interpreter exits
+_EXIT_S = 5.0  # for abandoned threads to end when the interpreter exits
 
 _this_thread = threading.local()
 _left_behind: list[tuple[_Threads, int]] = []
@@ -160,7 +160,7 @@ class _Threads:
             self._can_be_asked[rank] = False
 
     def _leave_behind(self) -> None:
-        """Tell the connections of PEs that still run, if any, that nobody waits for them."""
+        """Notify the connections of PEs that still run, if any, that no launch waits for them."""
         running = [rank for rank, thread in enumerate(self._threads) if thread.is_alive()]
         if self._is_complete():
             return

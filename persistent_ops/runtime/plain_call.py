@@ -102,7 +102,7 @@ def _property_of(tensor: torch.Tensor, layout: torch.layout) -> str | None:
     return None if has_memory else "a tensor without memory"
 
 
-# ---- calls that nobody watches -------------------------------------------------------------------------------------
+# ---- plain calls ---------------------------------------------------------------------------------------------------
 
 
 def are_plain(tensors: Sequence[torch.Tensor], layout: torch.layout = torch.strided) -> bool:
@@ -122,7 +122,7 @@ def _any_requires_grad(tables: Sequence[torch.Tensor]) -> bool:
 
 
 class PlainCalls:
-    """Which calls of one operator nobody but the kernel wants to see, for most of them by one look at all tensors.
+    """Finds an operator's plain calls, most of them by one comparison of all tensors.
 
     All their tensors are plain, and there is no autograd, of either mode, no dispatch mode, transform or tracer. Such a
     call by-passes the dispatcher, which saves most of the host's share of an eager call.

@@ -109,7 +109,7 @@ class _Processes:
         worker = Worker()
         store = None
         try:
-            # Nobody but the processes below is told the port; the token keeps a stranger's keys apart from theirs.
+            # Only the processes below learn the port; the token separates a stranger's keys from theirs.
             store, port = serve_store("127.0.0.1", worker, time.monotonic() + 30.0)
             with _held_port() as torch_port:
                 self._start(f"127.0.0.1:{port}", secrets.token_hex(16), torch_port)
@@ -161,7 +161,7 @@ class _Processes:
                 limits = [limit for limit in (grace_ends, self._deadline) if limit is not None]
                 wait = max(0.0, min(limits) - time.monotonic()) if limits else _LOOK_S  # 0: this look is the last
                 ready = {key.data for key, _ in selector.select(min(wait, _LOOK_S))} & running
-                # A child of a PE's holds both ends that would tell of the PE's end, for as long as it lives itself.
+                # A child of a PE holds both ends that would report the PE's end, for as long as the child lives.
                 for rank in ready | {rank for rank in running if not self._processes[rank].is_alive()}:
                     if self._collect(rank):
                         running.discard(rank)
@@ -224,7 +224,7 @@ class _Processes:
                 name = f"signal {-code}"
             remedy = " (out of memory?)" if -code == signal.SIGKILL else ""
             return PersistentOpsError(f"{who} was killed by {name}{remedy} before it returned a result")
-        # With which a process ends that imports a script without the guard; nobody knows of a PE that ended on its own.
+        # Exit code of a process that imports a script without the guard; the exit code of a PE on its own is unknown.
         guard = ', and guard the script\'s call of launch() with if __name__ == "__main__":' if code == 1 else ""
         return PersistentOpsError(
             f"{who} exited with code {code} before it returned a result; look at its output{guard}"
@@ -265,7 +265,7 @@ def _held_port() -> Iterator[int]:
     """Keep a free port of this host for the store that torch.distributed serves in rank 0.
 
     Linux lets two sockets that both set SO_REUSEADDR have one port while at most one of them listens. torch's store
-    sets it. A port that is only bound is given to nobody who asks for any free one.
+    sets it. The system gives a port that is only bound to no process that asks for any free port.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

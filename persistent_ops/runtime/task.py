@@ -106,7 +106,7 @@ def _is_file(main: types.ModuleType) -> bool:
 def hidden_main() -> Iterator[None]:
     """Keep multiprocessing from having a fresh process run "<stdin>", or what else __main__ has for a file.
 
-    It reads the attribute while it starts a process, and there is no other way to tell it.
+    It reads the attribute while it starts a process, and there is no other way to pass it.
     """
     main = sys.modules["__main__"]
     if _is_file(main) or not hasattr(main, "__file__"):

@@ -23,7 +23,7 @@ _Run = Callable[..., Any]
 class TorchOperator:
     """torch.ops.persistent_ops.`name`, which returns its results, and `name`_out, which writes them.
 
-    A call that nobody but the kernel wants to see goes to `run` at once; it saves most of the host's share. Any other
+    A plain eager call goes directly to `run`, which saves most of the host time. Any other
     call is checked, completed, and goes through torch's dispatcher, which calls `run` in the end. `run` finds or makes
     the plan, checks what may change from call to call, and launches.
 

@@ -64,11 +64,11 @@ __all__ = [
 active_ddp_module: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module  # type: ignore[attr-defined]
 """The DistributedDataParallel whose forward pass is under way, or None: it broadcasts what it is not told to ignore.
 
-A module is not told that it became a part of another one, and nothing public says what a forward pass is a part of.
+A module does not learn that it became a part of another one, and no public name gives a forward pass's parent.
 """
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
-"""How many tensors share a storage, given its `_cdata`: the output pool hands a buffer out again when nobody does.
+"""How many tensors share a storage, given its `_cdata`: the output pool uses a buffer again when none does.
 
 Public torch counts no uses: `sys.getrefcount` sees Python's wrappers alone, and a view that C++ holds has none.
 """
@@ -142,13 +142,13 @@ Public torch has hooks for tensors and nodes, and none for the end of a backward
 autograd_node: Callable[[], object | None] = torch._C._current_autograd_node
 """The node that the backward pass of this thread runs, or None in its final callbacks.
 
-Public torch calls hooks with a node's gradients, and does not tell other code which node runs.
+Public torch calls hooks with a node's gradients, but no public name gives the running node to other code.
 """
 
 backend_of_group: Callable[..., Any] = ProcessGroup._get_backend
 """What a process group uses on a device: it has the options that the group was made with, as NCCL's most CTAs.
 
-Public torch takes options for a new group, and tells of one that there is the backend's name alone.
+Public torch takes options for a new group, but of an existing group it returns only the backend's name.
 """
 
 without_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction

@@ -114,7 +114,7 @@ class Workspace:
         self._local = backend.private_words(state_words)
         self._local_alone = backend.private_words(state_words)
         self.hints = HostHints(backend, bootstrap.rank, size)
-        """What the host tells launches under way."""
+        """The host's hints to running launches."""
         self._zero_words: dict[int, list[torch.Tensor]] = {}  # by team
         self._restored: list[tuple[torch.Tensor, int]] = []  # words, and what they are between launches
         self._input = InputRecord(backend)
@@ -140,7 +140,7 @@ class Workspace:
         )
         self._error = self._failures.record
         backend.synchronize()
-        bootstrap.exchange("workspace", b"")  # nobody signals before all flags are zero
+        bootstrap.exchange("workspace", b"")  # no PE signals before all flags are zero
 
     # ---- plans -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Workspace:
     ) -> None:
         """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
 
-        A failure is raised instead of launching. Bad input of earlier launches, which failed nobody, is raised after
+        A failure is raised instead of launching. Bad input of earlier launches, which did not fail, is raised after
         the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`. So it is
         in a backward pass and under `whole_call`, too: peers count on the launches after this one.
         `begins_early`: see `Kernel.launch`. `is_counted`: whether other launches may belong to this call, which takes
@@ -303,7 +303,7 @@ class Workspace:
         return self._failure is not None or bool(self._error.state)
 
     def is_in_another_call(self, other: OtherCall, first_epoch: int, *, gives_up: bool) -> None:
-        """Let errors tell that a peer is in another call, and launches that wait give up; until `recover`.
+        """Make errors report that a peer is in another call, and waiting launches give up; until `recover`.
 
         Args:
             other: the calls.
@@ -325,7 +325,7 @@ class Workspace:
         """
         epoch = int(self._local[0])
         has_given_up = self._error.state or int(self._local[self._structs["LocalState"].abort.offset // 8])
-        if has_given_up and self._failure is None:  # which no call has told
+        if has_given_up and self._failure is None:  # which no call has reported
             self.changes.give_up()
         own = json.dumps([epoch, self.calls.counts, self.changes.refused()]).encode()
         told = [json.loads(raw) for raw in self._bootstrap.exchange("recover", own, timeout=patience)]

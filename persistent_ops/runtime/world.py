@@ -292,7 +292,7 @@ class World:
     def meet(self, contract: Contract, workspace: Workspace | None = None) -> None:
         """Wait, on the host too, for every PE to come to a launch under the same contract, in the same workspace.
 
-        What follows may be collective on the host, where PEs that do not match would wait for each other in vain.
+        What follows may be collective on the host, where PEs that do not match would wait for each other for ever.
         """
         self.admit_caller()
         workspace = workspace or self.workspace

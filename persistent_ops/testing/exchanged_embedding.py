@@ -32,7 +32,7 @@ class Bags(NamedTuple):
 
 
 class KnownCounts:
-    """Brings numbers of lookups to the host once, and tells them again from then on, also in a CUDA-graph capture.
+    """Copies numbers of lookups to the host once, and returns them from then on, also in a CUDA-graph capture.
 
     For batches that have as many lookups, each in the same bag. A step asks for numbers of one shape once.
     """

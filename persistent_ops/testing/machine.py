@@ -25,7 +25,7 @@ def shares_gpu() -> bool:
 
 
 def memory_of_pe() -> int | None:
-    """Return the free bytes of this PE's device, of which PEs that share it have equal parts; None: nobody knows."""
+    """Return the free bytes of this PE's device, split equally among PEs that share it; None if unknown."""
     if po.backend() == "cuda":
         return torch.cuda.mem_get_info(po.device())[0] // -(-po.local_world_size() // torch.cuda.device_count())
     free = available_memory()

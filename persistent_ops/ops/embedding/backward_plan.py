@@ -93,7 +93,7 @@ Widths = tuple[tuple[int, ...], ...]
 
 
 class BackwardKey(NamedTuple):
-    """What tells plans apart.
+    """The key of a plan.
 
     Attributes:
         team: who exchanges.

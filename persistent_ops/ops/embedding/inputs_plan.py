@@ -173,7 +173,7 @@ class InputsLayout(NamedTuple):
 
 
 class InputsKey(NamedTuple):
-    """What tells plans apart.
+    """The key of a plan.
 
     Attributes:
         team: who exchanges.

@@ -160,7 +160,7 @@ _WITH_ROOM = Tuning(threads=1024, work_groups_per_sm=1)  # one WG in place of tw
 
 
 class InversionKey(NamedTuple):
-    """What tells plans apart.
+    """The key of a plan.
 
     Attributes:
         team: this PE alone.
@@ -344,7 +344,7 @@ def _is_narrow(rows: Rows) -> bool:
 
 
 def _is_small(rows: Rows, *, lookups: bool) -> bool:
-    """Return whether a key and what goes with it are 8 bytes."""
+    """Return whether a key and its payload take 8 bytes."""
     return _is_narrow(rows) and not lookups
 
 

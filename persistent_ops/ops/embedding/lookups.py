@@ -100,7 +100,7 @@ class Region:
         self._reporting: tuple[int, Moment | None] | None = None
 
     def begin_report(self) -> None:
-        """Make report and input record those of the launch that comes: the last one's lookups may be nobody's."""
+        """Assign report and input record to the next launch: the last launch's lookups may have no holder."""
         if self._reporting is not None:
             number, arrived = self._reporting
             if arrived is not None and self.report.state != number:
@@ -396,7 +396,7 @@ class Lookups:
         return self
 
     def __del__(self) -> None:
-        """Release what a context was not entered with, if nobody has it any more."""
+        """Release the lookups when the last reference goes, if no `with` statement has them."""
         if self._is_not_entered:
             self.release()
 
@@ -443,7 +443,7 @@ class Lookups:
         per_sample_weights: torch.Tensor | None,
         batch_per_rank: Sequence[int] | None,
     ) -> None:
-        """Raise unless they can be read, and go with the other arguments of `embedding_all_to_all`."""
+        """Raise unless the lookups can be read and fit the other arguments of `embedding_all_to_all`."""
         if torch.compiler.is_compiling():
             raise NotImplementedError("indices: lookups of an input exchange cannot be passed inside of torch.compile")
         if offsets is not None or per_sample_weights is not None:

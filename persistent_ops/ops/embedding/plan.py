@@ -189,7 +189,7 @@ def dtypes_of(
 
 
 class EmbeddingKey(NamedTuple):
-    """What tells plans apart.
+    """The key of a plan.
 
     Attributes:
         team: who exchanges.

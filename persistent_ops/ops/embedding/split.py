@@ -86,7 +86,7 @@ dims_at_compile_time._dynamo_marked_constant = True  # type: ignore[attr-defined
 def exchange_dims(world: _world.World, own: int) -> tuple[int, ...]:
     if world.size == 1:
         return (own,)
-    with without_dispatch_modes():  # of fake tensors: the PEs meet all the same
+    with without_dispatch_modes():  # of fake tensors: the PEs still meet
         world.meet(_WIDTHS.contract(world.team))
     try:
         return tuple(int(raw) for raw in world.bootstrap.exchange("embedding-dims", str(own).encode()))

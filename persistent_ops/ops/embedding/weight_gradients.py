@@ -52,7 +52,7 @@ _ROOM = Operator("room for gradients of weights", ("room_bytes",), has_kernel=Fa
 
 
 class ReturnKey(NamedTuple):
-    """What tells plans apart.
+    """The key of a plan.
 
     Attributes:
         team: who exchanges.

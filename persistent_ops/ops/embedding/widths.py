@@ -25,7 +25,7 @@ def agree_on_widths(
 ) -> Widths:
     """Return the columns of every PE's tables. Collective the first time that `which` is used.
 
-    Without an optimizer a PE that has no tables cannot tell when the others' are new: there the PEs agree every time.
+    Without an optimizer, a PE without tables cannot know when other PEs' tables are new: the PEs agree every time.
 
     Args:
         world: of this PE.

@@ -43,7 +43,7 @@ _LONGEST_PAUSE_S = 0.02  # between two looks at the mailbox: bounds the load of 
 _LOOK_AT_PROCESSES_S = 0.2
 _TOGETHER, _ALONE = b"together", b"alone"  # how PEs leave
 _LONGEST_FAREWELL_S = 10.0  # how long the PE that serves the store waits for the others to leave first
-_MEET_BEHIND_FAILURE_S = 10.0  # as PEs that give up are told so at once, but may be in a call of a library
+_MEET_BEHIND_FAILURE_S = 10.0  # PEs that give up learn it at once, but may be in a library call
 _FAREWELL_AFTER_FAILURE_S = 1.0  # how long it waits after a failure, also for ranks that have not come yet
 
 _live: set[Bootstrap] = set()
@@ -52,7 +52,7 @@ _attempts: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class _Identity:
-    """What a PE tells the others about itself."""
+    """What a PE reports to the others about itself."""
 
     launcher: str
     local_rank: int | None
@@ -145,7 +145,7 @@ class Bootstrap:
                 raise
 
     def meet_to_leave(self, seconds: float) -> bool:
-        """Return whether all PEs have come to leave, within so many seconds of each; all of them are told the same.
+        """Return whether all PEs have come to leave, within so many seconds of each; all get the same answer.
 
         The first one that knows decides: that all are there, or that it gives them up. Who comes later, and finds there
         what the others have left, goes by that.
@@ -412,7 +412,7 @@ def connect(environment: LaunchEnvironment, timeout: float) -> Bootstrap:
         The connection of this PE.
 
     Raises:
-        BootstrapError: A rank is missing, died, is there twice, or was told another world size; the job's store cannot
+        BootstrapError: A rank is missing, died, is there twice, or has another world size; the job's store cannot
             be reached, or is not one. Raised on every rank that is there.
         ValueError: `timeout` is not a positive number.
     """

@@ -42,12 +42,12 @@ class LaunchEnvironment:
         world_size: Number of processes (PEs) of the job.
         local_rank: Number among the processes of this host; None where the launcher does not say.
         local_world_size: Number of processes on this host; None where the launcher does not say.
-        rendezvous: How rank 0 is reached. "none": nobody else to reach. "store": somebody already serves a store at
+        rendezvous: How rank 0 is reached. "none": there is no other rank. "store": a process already serves a store at
             `host`:`port`. "tcp": rank 0 serves it there. "local": rank 0 hands out its port over a Unix socket named
             after `job`. "pmi": over Hydra's process manager. "mpi": over mpi4py's communicator.
         host: Name or address of the store, or "".
         port: Port of the store, or 0.
-        job: What tells this job (or this restart of it) from every other one.
+        job: Identifies this job (or this restart of it) among all jobs.
         pmi_fd: File descriptor of the connection to Hydra, or None.
     """
 
@@ -101,7 +101,7 @@ def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def local_numbers(environ: Mapping[str, str]) -> tuple[int, int | None] | None:
-    """Return this process' number among those of its host and, where that is said too, how many they are.
+    """Return this process' local rank and, if the launcher gives it, the number of processes on this host.
 
     For processes that meet without a launcher's help (a torch.distributed group): what is missing or contradicts
     itself is no error then.

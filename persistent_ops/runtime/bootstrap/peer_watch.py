@@ -25,7 +25,7 @@ HERE, PREPARING, ABSENT = b"here", b"preparing", b"absent"
 _PERIOD_S = 0.25
 _SILENT_S = 5.0  # a thread of a busy machine may come late
 _LONGEST_S = 1800.0  # of one preparation
-_REQUEST_S = 3600.0  # a mailbox that is slow to answer is no news; whoever needs it has a time-out of his own
+_REQUEST_S = 3600.0  # a slow mailbox is no news; callers that need it have their own time-outs
 _NEWS = "news"
 
 
@@ -39,7 +39,7 @@ class Calls(Protocol):
     """What finds PEs that are in other calls: `CallOrder`."""
 
     def look(self) -> bytes:
-        """Look at what the peers have begun; return what to tell them of it."""
+        """Look at what the peers have begun; return the report for them."""
 
     def compare(self, told: Mapping[int, bytes]) -> None:
         """Compare what each peer's `look` has returned last."""
@@ -49,13 +49,13 @@ class PeerWatch:
     """The thread of one PE; it ends with `close`, or when the mailbox is gone.
 
     Args:
-        mailbox: of the job; all PEs have told their state.
+        mailbox: of the job; all PEs have published their state.
         rank: of this PE.
         size: of the world.
         serving_rank: the PE that serves the mailbox; None where it is none of them.
         find_dead: returns the ranks whose processes are known to have ended.
         report: called from the thread, with the ranks that have ended and those that prepare a launch, at each change.
-        calls: finds out which peers are in other calls; None: nobody does.
+        calls: finds out which peers are in other calls; None: this is not checked.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PeerWatch:
         self._seen = 0
         self._lost: frozenset[int] = frozenset()
         self._preparing: frozenset[int] = frozenset()
-        self._said: dict[int, tuple[bytes, float]] = {}  # by who prepares: what it has said last, and when that was new
+        self._said: dict[int, tuple[bytes, float]] = {}  # per preparing PE: its last state, and when it was new
         self._busy_since: float | None = None
         self._told = HERE
         self._stopped = threading.Event()
@@ -116,7 +116,7 @@ class PeerWatch:
                     if self._calls is not None:
                         self._calls.compare(self._calls_told)
                 except BootstrapError:
-                    # Who served it has left. Of the PEs on this host their processes tell more.
+                    # The PE that served it has left. The processes of PEs on this host give more information.
                     self._mailbox, preparing = None, frozenset()
                     if self._serving_rank is not None and not self._stopped.is_set():
                         lost |= {self._serving_rank}
@@ -141,7 +141,7 @@ class PeerWatch:
             self._told = state
 
     def _read(self, mailbox: Mailbox) -> tuple[frozenset[int], frozenset[int]]:
-        """Return who prepares a launch, and who has told that it leaves."""
+        """Return the PEs that prepare a launch, and the PEs that have announced their leave."""
         deadline = time.monotonic() + _REQUEST_S
         number = mailbox.add(_NEWS, 0, deadline)
         absent: frozenset[int] = frozenset()

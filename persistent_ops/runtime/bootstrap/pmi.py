@@ -86,7 +86,7 @@ class PmiClient:
         try:
             self._ask("finalize", "finalize_ack", time.monotonic() + 2.0)
         except BootstrapError:
-            return  # The interpreter is leaving; Hydra notices the closed connection by itself.
+            return  # The interpreter is exiting; Hydra notices the closed connection.
 
     def _ask(self, request: str, answer: str, deadline: float) -> dict[str, str]:
         command = request.split(" ", 1)[0]

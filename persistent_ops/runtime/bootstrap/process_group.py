@@ -69,7 +69,7 @@ def process_group(
             pg_options=None if max_ctas is None else _nccl_options(max_ctas, limit),
         )
         yield
-        bootstrap.exchange("process_group/done", b"")  # nobody takes the group down while another still uses it
+        bootstrap.exchange("process_group/done", b"")  # no PE destroys the group while another still uses it
         together = True
     finally:
         if dist.is_initialized():

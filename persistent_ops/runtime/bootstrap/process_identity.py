@@ -12,7 +12,7 @@ __all__ = ["ProcessIdentity", "boot_id", "identify", "pid_space", "start_of"]
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """What a process tells others about itself."""
+    """What a process reports about itself."""
 
     host: str  # host name and boot id: equal on two PEs that share memory, whatever the host name alone says
     pid_space: str
@@ -33,7 +33,7 @@ def identify() -> ProcessIdentity:
 
 
 def boot_id() -> str:
-    """Return what tells this host from others, in all of its containers; "" where the kernel does not say."""
+    """Return the identity of this host, the same in all of its containers; "" if the kernel does not give it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -41,7 +41,7 @@ def boot_id() -> str:
 
 
 def pid_space() -> str:
-    """Return what tells the PID namespace of this process from others of this host; "" where the kernel does not."""
+    """Return the identity of this process' PID namespace on this host; "" if the kernel does not give it."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -49,7 +49,7 @@ def pid_space() -> str:
 
 
 def start_of(pid: int) -> str:
-    """Return when a process of this host began, which tells it from a later one with its number; "" if it is gone."""
+    """Return the start time of a process, which identifies it among processes with its PID; "" if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

@@ -58,10 +58,10 @@ class Meeting:
 
 
 def meet(environment: LaunchEnvironment, attempt: int, deadline: float) -> Meeting:
-    """Find the mailbox of the job, serving it where this process is rank 0 and nobody else does.
+    """Find the mailbox of the job; serve it if this process is rank 0 and no other process serves it.
 
     Args:
-        environment: What the launcher said.
+        environment: What the launcher set.
         attempt: How many times this process has connected before; keeps one init() apart from the next.
         deadline: `time.monotonic()` at which to give up.
     """
@@ -147,7 +147,7 @@ def _meet_at_fixed_port(environment: LaunchEnvironment, worker: Worker, deadline
     except TimeoutError:
         raise BootstrapError("rank 0 could not serve the job's store at MASTER_PORT within the time-out") from None
     except (RuntimeError, OSError):
-        # The port is taken. By another process that thinks it is rank 0: then the ranks' claims, made there, tell so.
+        # The port is taken. If by another process that thinks it is rank 0, the ranks' claims there show it.
         return connect_store(*address, worker, deadline), False
     return _fixed[address], True
 
@@ -160,7 +160,7 @@ def _meet_locally(rank: int, job: str, worker: Worker, deadline: float) -> Meeti
         try:
             listener.bind(name)
         except OSError:
-            # Another process has the name. If it is ours, it thinks that it is rank 0, and the claims tell so.
+            # Another process has the name. If it is ours, it thinks that it is rank 0, and the claims show it.
             listener.close()
         else:
             try:

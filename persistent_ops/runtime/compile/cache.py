@@ -188,7 +188,7 @@ def fetch(job: Job) -> tuple[Path, dict[str, Any]]:
         for name in ("entries", "locks", "tmp"):
             (cache / name).mkdir(mode=0o700, exist_ok=True)
         with _locked(cache / "locks" / f"{job.key}.lock", seconds, job.what):
-            manifest = _read_entry(entry, job)  # whoever held the lock before may have compiled it
+            manifest = _read_entry(entry, job)  # the previous holder of the lock may have compiled it
             if manifest is None:
                 manifest = _compile(job, cache, entry, seconds)
     except OSError as error:

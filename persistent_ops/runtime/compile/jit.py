@@ -435,7 +435,7 @@ def _parse_resources(log: str) -> dict[str, KernelResources]:
     """Read what `ptxas -v` and `nvlink -v` print about each kernel."""
     kernels: dict[str, dict[str, int]] = {}
     # Compiled as a whole, the functions that a kernel calls and that were not inlined are listed after it. Compiled to
-    # be linked, they are listed anywhere, NVSHMEM's among them, and cannot be told apart.
+    # be linked, they are listed anywhere, NVSHMEM's among them, and cannot be distinguished.
     whole = "nvlink info" not in log
     kernel = function = linked = ""
     for line in log.splitlines():

@@ -46,7 +46,7 @@ class Nvcc:
         version: release and build, for example "13.0.88".
         source: "system" for an installed toolkit, "wheel" for the nvidia-cuda-* packages of this Python environment.
         identity: text that differs between two compilers that may produce different code.
-        include_dirs: folders that nvcc does not search by itself and that must be passed with -I.
+        include_dirs: folders that must be passed to nvcc with -I.
     """
 
     path: Path
