@@ -1,13 +1,16 @@
-// All-reduce: the sum of the PEs' tensors, plus bias and residual, on every PE; and the RMS norm of that sum's rows.
+// All-reduce: every PE gets the sum of the PEs' tensors, plus bias and residual, and optionally the RMS norm of the
+// sum's rows.
 //
-// What is small travels as packets that are seen to be there, to every PE (one shot) or to a block's owner and back (two
-// shots): nobody waits for credit, areas of packets take turns by the epoch's parity, and warps work by themselves
-// (packet_reduce). What is large travels by slices, each to its owner and back, behind credit; there WGs work in turns, which
-// words count (slice_reduce). A WG's last warp counts it for the epoch's end, and in the last WG grants this PE's credit; with
-// packets it awaits the others' there, and has no blocks. The norm is every PE's own: warps leave the squares of their blocks
-// to each other (block_output). Elements are added in fp32 in rank order, then bias, then residual, and rounded once.
+// Small tensors travel as packets, which need no credit and no separate flag: to every PE (one shot), or to a block's
+// owner and back (two shots). Areas of packets alternate with the epoch's parity, and warps work independently
+// (packet_reduce). Large tensors travel as slices, each to its owner and back, with credit. There WGs work in turns,
+// which words count (slice_reduce). The last warp of a WG counts the WG, so that the epoch closes early; in the last WG
+// it also grants this PE's credit. With packets it awaits the peers' credit there, and has no blocks. Each PE computes
+// the norm itself: warps leave the squares of their blocks to each other (block_output). Elements are added in fp32 in
+// rank order, then bias, then residual, and rounded once.
 //
-// Here is what a launch is given and who does what; kernels/all_reduce/ has the rest, kernels/all_reduce.md why it is right.
+// This file has a launch's arguments and the division of work. kernels/all_reduce/ has the rest; kernels/all_reduce.md
+// explains the protocol.
 #pragma once
 
 #include "comm/call_number.cuh"
@@ -24,14 +27,14 @@ namespace po::all_reduce {
 struct Config {
   DType scalar = DType::kBFloat16;
   Algorithm algorithm = Algorithm::kOneShot;
-  bool norms = false;   // where the call has a weight
+  bool norms = false;   // whether the call has a weight
   bool aligned = true;  // all rows of all tensors begin at multiples of 16 bytes
-  int vectors = 1;      // blocks that a warp has under way together, 1 or 2: more take registers and more code
+  int vectors = 1;      // blocks of a warp in flight together, 1 or 2: more would take registers and code
   int threads = 128;
-  int pes = kPeStep;  // for which there is room
+  int pes = kPeStep;  // a multiple of kPeStep, at least the team's size
 };
 
-inline constexpr int kMaxSharingThreads = 256;  // of a WG, so that two fit an SM
+inline constexpr int kMaxSharingThreads = 256;  // of a WG: two such WGs fit an SM
 PO_CONSTANT(kMaxSharingThreads)
 
 template <Config kConfig>
@@ -43,32 +46,33 @@ struct Traits {
   static constexpr int kThreads = kConfig.threads;
   static constexpr bool kSendsPackets = kAlgorithm != Algorithm::kSlices;
   using Block = RowBlock<Scalar, kConfig.aligned, kSendsPackets>;  // slices take all registers
-  // With its successor, which begins when this launch lets it in, or with another WG. Larger ones have too many registers.
+  // The SM is shared with the successor, which begins when this launch lets it in, or with another WG. Larger WGs have
+  // too many registers.
   static constexpr bool kSharesSm = kThreads <= kMaxSharingThreads;
-  // There may be more blocks than warps, so that only one of them has none.
+  // There may be more blocks than warps. Then only one warp of a launch, the one that awaits credit, has no blocks.
   static constexpr bool kLastWarpsReduce = kSendsPackets && !kSharesSm;
-  // PEs whose elements are loaded together.
+  // Senders whose elements are loaded together.
   static constexpr int kSendersAtOnce = 4;
 };
 
 struct Plan {
   Team team;
-  // Offsets are in every PE's heap.
+  // Offsets are the same in every PE's heap.
   uint64_t sums_offset;      // BarePacket[2 parities][size senders][blocks that are added up there][kBlockChunks]
   uint64_t sums_bytes;       // of one parity
-  uint64_t flags_offset;     // uint64_t[2 parities][size senders][as many blocks]: of which launch they are
+  uint64_t flags_offset;     // uint64_t[2 parities][size senders][as many blocks]: the launch of each block
   uint64_t flags_bytes;      // of one parity
   uint64_t results_offset;   // BarePacket[2 parities][num_blocks][kBlockChunks]
   uint64_t results_bytes;    // of one parity
-  int64_t blocks_per_adder;  // of a sender's, added up at one PE
-  uint64_t copies_offset;    // BarePacket[elements, results][num_blocks][kBlockChunks]: what is put from there
-  // Of slices, each a WG's, for two steps on their way: [2][size][WGs].
-  uint64_t slices_offset;    // what a sender has left with this PE, as the owner
-  uint64_t returned_offset;  // what an owner has sent back
-  uint64_t staging_offset;   // what is put to owners that are not reachable
+  int64_t blocks_per_adder;  // from one sender, added up at one PE
+  uint64_t copies_offset;    // BarePacket[elements, results][num_blocks][kBlockChunks]: the sources of puts
+  // Slices, one per WG, of the two steps in flight: [2][size][WGs].
+  uint64_t slices_offset;    // from a sender, to this PE as the owner
+  uint64_t returned_offset;  // from an owner, the results
+  uint64_t staging_offset;   // the sources of puts to owners that are not reachable
   uint64_t turns_offset;     // uint64_t[size][kMaxSliceWgs]: turns that a peer's WG has ended
   Packet* squares;           // [num_blocks], private to the PE
-  Divisor size;              // of the team
+  Divisor size;              // of the team, to divide by
   Divisor num_wgs;
   int64_t all_reachable;
 };
@@ -78,31 +82,31 @@ PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, flags_offset, flags_bytes, resu
 
 struct Call {
   const uint8_t* x;
-  const uint8_t* residual;  // null: none; may be an output, as x may
+  const uint8_t* residual;  // null: none; may be an output, like x
   const uint8_t* bias;      // null: none
   uint8_t* output;
   const uint8_t* weight;  // null: no norm
   uint8_t* norm_output;
-  const float* scale;  // null: the norm has the scalar's type; else float8_e4m3fn, divided by this
+  const float* scale;  // null: the norm has the scalar's type; otherwise it is float8_e4m3fn, divided by this scale
   float eps;
   float weight_bias;
   RowBlocks rows;           // of this launch
-  const LocalState* local;  // the team's: what `begin` has no plan for
-  uint64_t forward_pass;    // whose gradients are added up: its number, or 0
+  const LocalState* local;  // the team's; `begin` needs it before the plan is there
+  uint64_t forward_pass;    // the number of the forward pass whose gradients are added up, or 0
 };
 PO_DESCRIBE(Call, x, residual, bias, output, weight, norm_output, scale, eps, weight_bias, rows, local, forward_pass)
 
-// What follows it in the plan's memory.
+// Follows the launch's other fields in the plan's memory.
 template <int kPes>
 struct PlanWithHeaps : Plan {
-  uint64_t heaps[kPes];  // Team.peer_heaps, within reach
+  uint64_t heaps[kPes];  // Team.peer_heaps; null where not reachable
 };
 
 template <int kPes>
 struct Shared {
   PlanWithHeaps<kPes> plan;
-  uint64_t takes_part;  // 0: this launch is behind an aborted one
-  uint64_t is_missing;  // 1: a peer has not come to a turn
+  uint64_t takes_part;  // 0: an earlier launch was aborted, so this one takes part in nothing
+  uint64_t is_missing;  // 1: a peer did not come to a turn
 };
 
 template <Config kConfig>
@@ -120,11 +124,11 @@ struct Kernel {
 
   struct Begun {
     typename Block::Chunks held;  // of this warp's first block
-    uint64_t last_epoch;          // these two: of the WG's first thread
+    uint64_t last_epoch;          // both from the WG's first thread
     uint64_t aborted;
   };
 
-  // What is waited for longest is asked for first, side by side with the plan: elements, and the epoch.
+  // Loads the elements and the epoch together with the plan, since they take longest to come.
   static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
     await_predecessor();
     Begun begun = {};
@@ -148,7 +152,7 @@ struct Kernel {
       shared.takes_part = takes_part(shared.plan.team, begun.aborted);
     }
     wg.sync();  // @epoch-known
-    // With slices two WGs fill an SM: a successor that found room beside some of them would leave the rest behind.
+    // With slices two WGs fill an SM. A successor with room beside only some of them would leave the rest until later.
     if constexpr (Traits::kSendsPackets && Traits::kSharesSm) release_successor();
     if (serves(wg)) {
       if (keeps_credits(wg)) grant_credit(shared.plan.team, Warp(), 0);
@@ -159,25 +163,25 @@ struct Kernel {
     } else {
       SliceReduce<Traits, Plan, Call>(shared.plan, call, wg, shared.takes_part != 0, &shared.is_missing).run();
     }
-    if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // what was put is written again later
+    if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // the sources of puts are written again later
   }
 
  private:
-  // The last warp of a WG serves. With packets it has no blocks, where there are warps enough, or it awaits credits; unless it
-  // is alone (host).
+  // The last warp of a WG serves. With packets it has no blocks, if there are enough warps or if it awaits credits; a
+  // lone warp (host) has blocks too.
   static PO_FN bool serves(const WorkGroup& wg) { return wg.warp_index() == wg.num_warps() - 1; }
   static PO_FN bool keeps_credits(const WorkGroup& wg) { return wg.index() == wg.count() - 1; }
   static PO_FN bool reduces(const WorkGroup& wg) {
     return wg.num_warps() == 1 || !serves(wg) || (Traits::kLastWarpsReduce && !keeps_credits(wg));
   }
 
-  // Along the WGs first, so that few blocks are with many SMs.
+  // Workers are numbered along the WGs first, so that a small number of blocks spreads over many SMs.
   static PO_FN Worker worker_of(const WorkGroup& wg) {
     const int idle = wg.num_warps() == 1 ? 0 : Traits::kLastWarpsReduce ? 1 : wg.count();
     return {wg.warp_index() * wg.count() + wg.index(), wg.num_warps() * wg.count() - idle};
   }
 
-  // Counts this WG: all its threads know the epoch.
+  // Counts this WG, all threads of which know the epoch.
   static PO_FN void count_out(const WorkGroup& wg, const Shared& shared) {
     if (Warp().rank() == 0) close_epoch(shared.plan.team, wg);
   }
@@ -189,7 +193,8 @@ struct Kernel {
       if (keeps_credits(wg)) await_all_credits(shared.plan.team, Warp());  // @packets-credits
     };
     if (!reduces(wg)) return serve();
-    // Who does both serves between what it sends and what it waits for: neither keeps others waiting.
+    // A warp that both serves and has blocks serves after it has sent and before it waits, so that neither delays
+    // others.
     PacketReduce<Traits, Plan, Call>(shared.plan, call, worker_of(wg), shared.takes_part != 0).run(begun.held, [&] {
       if constexpr (kDoesBoth) serve();
     });

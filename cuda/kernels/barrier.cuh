@@ -1,4 +1,4 @@
-// A barrier over all PEs on the stream: every PE grants the others this epoch's credit and waits for theirs. It is the
+// A barrier over all PEs on the stream: every PE grants the others this epoch's credit and awaits theirs. This is the
 // smallest operator: the protocol of comm/launch.cuh and nothing else.
 #pragma once
 

@@ -1,9 +1,9 @@
-// What the hardware gives at best, as plain loops: the ceilings that benchmarks measure beside an operator.
+// The ceilings of the hardware: plain loops whose rates benchmarks measure beside an operator's.
 //
-// Read: every byte of a buffer once, by 16-byte loads. Update: rows of a buffer are read, changed and written where they
-// are, ascending and with gaps, as an optimizer goes through the rows that a batch has touched. Store: each PE fills its
-// segment of every peer's buffer, all peers in turn, by 16-byte stores. No flags: the stream's end means that a PE's own
-// stores are done, and who looks at what peers stored calls a barrier first.
+// Read: every byte of a buffer once, by 16-byte loads. Update: rows of a buffer are read, changed and written in place,
+// ascending and with gaps, like an optimizer's pass over the rows that a batch has touched. Store: each PE fills its
+// segment of every peer's buffer, all peers in turn, by 16-byte stores. There are no flags. The end of the stream means
+// that a PE's own stores are done; a reader of the peers' stores calls a barrier first.
 #pragma once
 
 #include "comm/team.cuh"
@@ -27,13 +27,13 @@ PO_DESCRIBE(Plan, team)
 struct Call {
   uint64_t place;     // kStore: the buffer's offset in the symmetric heap; else its address
   int64_t bytes;      // of the buffer
-  uint32_t* sink;     // kRead: never written, but the compiler cannot know
-  int64_t row_shift;  // kUpdate: a row has 16 bytes << row_shift, so that no thread divides
-  int64_t gap;        // kUpdate: one row in so many is updated, which one being as good as random; at most 2^16
+  uint32_t* sink;     // kRead: never written, which the compiler cannot know
+  int64_t row_shift;  // kUpdate: a row has 16 bytes << row_shift, so that no thread has to divide
+  int64_t gap;        // kUpdate: one row of every `gap` rows is updated, at a hashed place; at most 2^16
 };
 PO_DESCRIBE(Call, place, bytes, sink, row_shift, gap)
 
-inline constexpr int64_t kTileBytes = 4096;  // of a segment, from one WG to one peer at a time
+inline constexpr int64_t kTileBytes = 4096;  // of a segment, stored by one WG to one peer at a time
 PO_CONSTANT(kTileBytes)
 
 struct Shared {
@@ -59,13 +59,13 @@ PO_FN void read_all(const WorkGroup& wg, const Call& call) {
   if (call.sink != nullptr) *call.sink = mixed;
 }
 
-// Which row of its gap's is updated.
+// The row that is updated among the `gap` rows of group i.
 PO_FN int64_t updated_row(int64_t i, int64_t gap) {
   const uint32_t mixed = static_cast<uint32_t>(i) * 0x9e3779b9u;
   return i * gap + ((mixed >> 16) * gap >> 16);
 }
 
-// Adds 1 to every word of the rows that are updated.
+// Adds 1 to every word of the updated rows.
 PO_FN void update_rows(const WorkGroup& wg, const Call& call) {
   constexpr int kVectors = 4;  // in flight per thread
   auto* target = reinterpret_cast<uint8_t*>(call.place);
@@ -93,7 +93,7 @@ PO_FN void update_rows(const WorkGroup& wg, const Call& call) {
   }
 }
 
-// Tile i of this PE's order: neighboring tiles go to different peers, and each PE begins with another one.
+// Tile i in this PE's order: neighboring tiles go to different peers, and each PE begins with a different peer.
 PO_FN uint8_t* tile_target(const Team& team, const Call& call, int64_t i) {
   const int num_peers = team.size - 1;
   const int hop = team.rank + 1 + static_cast<int>(i % num_peers);

@@ -1,5 +1,6 @@
-// How far the PEs' clocks are apart: PE 0 asks each other one for the time, over and over, and notes when it asked, what it was
-// told and when it heard. The quickest round says most: the answer is from its middle, give or take half of it.
+// Measures the offsets between the PEs' clocks. PE 0 asks each other PE for its time in many rounds, and notes when it
+// asked, what the peer answered, and when the answer came. The quickest round is the most accurate: the answer is from
+// its middle, give or take half its duration.
 #pragma once
 
 #include "comm/launch.cuh"
@@ -19,27 +20,27 @@ PO_CONSTANT(kPhaseAnswer)
 
 struct Plan {
   Team team;
-  uint64_t words_offset;  // Words[size] in every heap, by the PE that is asked
+  uint64_t words_offset;  // Words[size] in every heap, indexed by the PE that answers
 };
 PO_DESCRIBE(Plan, team, words_offset)
 
 struct Words {
   uint64_t question;  // rounds that PE 0 has asked for
-  uint64_t answer;    // rounds that were answered
-  uint64_t time;      // the answer
+  uint64_t answer;    // rounds that the peer has answered
+  uint64_t time;      // the peer's answer
 };
 PO_DESCRIBE(Words, question, answer, time)
 
 // In nanoseconds.
 struct Sample {
   uint64_t asked;  // by PE 0's clock
-  uint64_t told;   // by the other's
+  uint64_t told;   // by the other PE's clock
   uint64_t heard;
 };
 PO_DESCRIBE(Sample, asked, told, heard)
 
 struct Call {
-  Sample* samples;  // [size][kRounds], of PE 0
+  Sample* samples;  // [size][kRounds]; on PE 0
 };
 PO_DESCRIBE(Call, samples)
 

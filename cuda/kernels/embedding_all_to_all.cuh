@@ -1,14 +1,14 @@
-// Fused embedding pooling + All-to-All (the operator of the SC24 paper on fused computation-collective operations,
-// sections III-A and III-B's zero-copy form), one persistent launch.
+// Fused embedding pooling + All-to-All in one persistent launch (the operator of the SC24 paper on fused
+// computation-collective operations, sections III-A and III-B's zero-copy form).
 //
-// Each PE owns tables and holds the lookups of the global batch for them, side by side or as an input exchange has left them,
-// in a region for every PE whose samples they are (which has checked them); each receives the pooled rows of its part of
-// the batch. Protocol: (1) WG 0 grants every peer credit for this epoch, with the place of the output. (2) Warps take
-// tasks (a slice of samples of one table) from a ticket counter, in the order of sched/exchange_order.cuh, and store each
-// pooled row straight into its destination's output; for a destination that is not load/store reachable they fill the
-// staged slice, and the warp that sets the last WG_Done bit puts it and signals. (3) After its last task for others a WG
-// releases one sliceRdy word at every reachable peer, then works on what local tasks are left. (4) Each WG waits for its
-// own subset of the words that arrive. Measured on H200 (docs/what_was_tried.md); compiles for sm_80 and later, and for the
+// Each PE owns tables and holds the lookups of the global batch for them: side by side, or in a region per source PE as
+// an input exchange has left them (already checked). Each PE receives the pooled rows of its part of the batch.
+// Protocol: (1) WG 0 grants every peer credit for this epoch, with the place of the output. (2) Warps take tasks (a
+// slice of samples of one table) from a ticket counter, in the order of sched/exchange_order.cuh, and store each pooled
+// row directly into its destination's output. For a destination that is not load/store reachable they fill the staged
+// slice; the warp that sets the last WG_Done bit puts the slice and signals. (3) After its last task for other PEs a WG
+// releases one sliceRdy word at every reachable peer, then works on the remaining local tasks. (4) Each WG waits for
+// its own subset of the arriving words. Measured on H200 (docs/results.md); compiles for sm_80 and later, and for the
 // host.
 #pragma once
 
@@ -25,13 +25,13 @@ namespace po::embedding_all_to_all {
 
 struct Config {
   DType scalar = DType::kFloat32;  // of the tables
-  DType wire = scalar;             // of pooled rows, on their way and in the output
+  DType wire = scalar;             // of pooled rows in transit and in the output
   IndexType index = IndexType::kInt64;
   IndexType offset = IndexType::kInt64;
   Pooling pooling = Pooling::kSum;
-  bool sources = false;    // lookups are where an input exchange has left them
+  bool sources = false;    // lookups lie in the regions of an input exchange
   int shapes = 0x3f;       // of the tables, a bit per RowShape
-  int rows_in_flight = 8;  // of a table, that a group of lanes loads ahead
+  int rows_in_flight = 8;  // of a table, loaded ahead by a group of lanes
   int threads = 256;
   int blocks_per_sm = 2;
 };
@@ -47,7 +47,7 @@ struct Traits {
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static constexpr int kElementBytes = static_cast<int>(sizeof(typename Scalar::Storage));
-  static constexpr int kVectorBytes = 16;  // of a row, that a lane takes at a time
+  static constexpr int kVectorBytes = 16;  // of a row, loaded by a lane at a time
   static_assert(kThreads % 32 == 0, "a WG consists of whole warps");
 
   template <int kLanes, int kVectors, int kBytes>
@@ -55,7 +55,7 @@ struct Traits {
       BagShape<Scalar, Wire, Index, Offset, kConfig.pooling, kLanes, kVectors, kBytes, kConfig.rows_in_flight>;
 };
 
-// How a warp divides over a table's rows; `shape` of a Table. The plan picks the narrowest that holds a row.
+// How a warp divides over a table's rows (`shape` of a Table). The plan picks the narrowest shape that holds a row.
 enum RowShape : int32_t { kElementwise = 0, kLanes32x2 = 1, kLanes32 = 2, kLanes16 = 3, kLanes8 = 4, kLanes4 = 5 };
 PO_CONSTANT(kElementwise)
 PO_CONSTANT(kLanes32x2)
@@ -64,7 +64,7 @@ PO_CONSTANT(kLanes16)
 PO_CONSTANT(kLanes8)
 PO_CONSTANT(kLanes4)
 
-// What a wait is for.
+// Codes of waits, for reports.
 inline constexpr Phase kPhaseReady = make_phase(kFirstPhase);
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 1);
 PO_CONSTANT(kPhaseReady)
@@ -77,12 +77,12 @@ struct Table {
   int64_t num_rows;
   int64_t row_bytes;
   int64_t column_bytes;  // where its columns begin in a row of output
-  int64_t staged_bytes;  // where they begin in a row of the staging area
+  int64_t staged_bytes;  // where its columns begin in a row of the staging area
   int64_t shape;
 };
 PO_DESCRIBE(Table, rows, num_rows, row_bytes, column_bytes, staged_bytes, shape)
 
-// Own columns that lie side by side in a row of output, and in one of the staging area.
+// Own columns that lie side by side both in a row of output and in a row of the staging area.
 struct ColumnRange {
   int64_t column_bytes;
   int64_t staged_bytes;
@@ -94,7 +94,7 @@ struct Plan {
   Team team;
   ExchangeOrder order;
   const Table* tables;
-  const int64_t* pe_bytes;  // [size]; of a row of output, that each PE's tables fill
+  const int64_t* pe_bytes;  // [size]: bytes of an output row that each PE's tables fill
   const ColumnRange* ranges;
   int64_t num_ranges;
   int64_t batch;
@@ -106,9 +106,10 @@ struct Plan {
 PO_DESCRIBE(Plan, team, order, tables, pe_bytes, ranges, num_ranges, batch, output_row_bytes, staging_offset,
             reports_bad_input, wg_done)
 
-// Of a slice's bitmasks for so many tables: the first one has a bit per word, the others one per table.
+// Words of a slice's bitmasks for `num_tables` tables: the first has a bit per further word, the others have a bit per
+// table.
 PO_FN constexpr int64_t done_words(int64_t num_tables) { return 1 + ceil_div<int64_t>(num_tables, 64); }
-inline constexpr int kMaxStagedTables = 64 * 64;  // whose words fit the first one
+inline constexpr int kMaxStagedTables = 64 * 64;  // so many that their words fit the first word's bits
 PO_CONSTANT(kMaxStagedTables)
 PO_QUERY(done_words, (int64_t num_tables), done_words(num_tables))
 
@@ -118,7 +119,7 @@ struct Call {
   const float* weights;
   int64_t num_indices;
   uint64_t output_offset;
-  const LookupSource* sources;  // [size], instead of the lookups of the global batch; only read where Config has them
+  const LookupSource* sources;  // [size], in place of the lookups of the global batch; read only with Config::sources
 };
 PO_DESCRIBE(Call, indices, offsets, weights, num_indices, output_offset, sources)
 
@@ -138,7 +139,7 @@ PO_FN void report_bad_input(const Plan& plan, InputErrorKind kind, int64_t table
   if (plan.reports_bad_input) report_input_error(plan.team, kind, table, bag, value, limit);
 }
 
-// The bags of one task, or of the part of it that one of the warp's `num_parts` groups of lanes takes.
+// The bags of one task, or the part of them that one of the warp's `num_parts` groups of lanes takes.
 struct BagRange {
   int64_t first;
   int32_t count;
@@ -153,7 +154,7 @@ PO_FN BagRange bags_of(const ExchangeOrder& order, const Task& task, int part, i
   return {begin + skipped, min_of(share, total - skipped)};
 }
 
-// Looks up what a stream found: errors are rare, so the hot loop remembers nothing but the places.
+// Looks up what a stream found wrong. Errors are rare, so the hot loop keeps only their places.
 template <class Traits>
 PO_NOINLINE void report_findings(const Plan& plan, BagFindings findings, int32_t position, int part, int num_parts,
                                  const void* all_offsets, const void* indices, int64_t num_indices) {
@@ -175,7 +176,7 @@ PO_NOINLINE void report_findings(const Plan& plan, BagFindings findings, int32_t
   }
 }
 
-// The first offset of all is 0 and the last one the number of indices; pool_bags checks those between.
+// Checks that the first offset is 0 and the last one the number of indices; pool_bags checks the offsets in between.
 template <class Traits>
 PO_FN void check_outer_offsets(const Plan& plan, const Call& call) {
   const auto* offsets = static_cast<const typename Traits::Offset*>(call.offsets);
@@ -190,13 +191,13 @@ PO_FN void check_outer_offsets(const Plan& plan, const Call& call) {
 
 // ---- store: where a task's rows go ----------------------------------------------------------------------------------
 
-// One per group of lanes. Rows leave in the order of their bags.
+// One object per group of lanes. Rows leave in the order of their bags.
 class RowStore {
  public:
   PO_FN RowStore(const Plan& plan, uint64_t own_output) : plan_(plan), own_output_(own_output) {}
 
-  // The next rows are bags [first_bag, ...) of `destination`; `piece_bytes` of each, from column `column_bytes` on of
-  // the output, or of the staging area where the destination is not reachable.
+  // Sets the target of the next rows: bags [first_bag, ...) of `destination`, `piece_bytes` of each, from column
+  // `column_bytes` on of the output, or of the staging area if the destination is not reachable.
   PO_FN void aim(int destination, int64_t first_bag, int64_t column_bytes, int32_t piece_bytes) {
     destination_ = destination;
     first_bag_ = first_bag;
@@ -204,7 +205,8 @@ class RowStore {
     piece_bytes_ = piece_bytes;
   }
 
-  // Finds the place, behind the first rows' loads. Waits for the destination's credit the first time; false: gave up.
+  // Finds the target's address, after the loads of the first rows. Awaits the destination's credit the first time.
+  // Returns false if the launch was given up.
   template <class Group>
   PO_FN bool open(const Group& group) {
     const Team& team = plan_.team;
@@ -254,7 +256,7 @@ class Worker {
  public:
   PO_FN Worker(const WorkGroup& wg, const Plan& plan, const Call& call)
       : wg_(wg), plan_(plan), call_(call), store_(plan, call.output_offset) {
-    // The first ticket is the worker's own number; the counter hands out those behind.
+    // The first position is the worker's own number; the counter hands out the later ones.
     position_ = wg.warp_index() * wg.count() + wg.index();
   }
 
@@ -275,7 +277,7 @@ class Worker {
     }
   }
 
-  // The staged slices may be overwritten after this.
+  // The staged slices may be overwritten after this call.
   PO_FN void complete_puts() const {
     if (has_put_) put_quiet(plan_.team);  // @staging-quiet
   }
@@ -305,7 +307,7 @@ class Worker {
     warp_.sync();
   }
 
-  // The groups of the warp share the task's bags in contiguous parts.
+  // The groups of the warp divide the task's bags into contiguous parts.
   template <class Shape>
   PO_FN void pool_as(const Task& task, const Table& table) {
     using Group = typename Shape::Group;
@@ -327,7 +329,8 @@ class Worker {
     using Offset = typename Traits::Offset;
     const auto row_bytes = static_cast<int32_t>(table.row_bytes);
     if constexpr (Traits::kSources) {
-      // Where nothing has come, a source has no samples, but offsets for as many as it might have.
+      // A source from which nothing has come has no samples, but offsets for the largest number of samples that it may
+      // have.
       const LookupSource& source = call_.sources[task.destination];
       const int64_t first = bags.first - plan_.order.batch_start[task.destination];
       const int64_t bag = task.table * plan_.order.num_samples(task.destination) + first;
@@ -342,10 +345,10 @@ class Worker {
     }
   }
 
-  // Sets the task's WG_Done bit. Whoever completes the slice sends it.
+  // Sets the task's WG_Done bit. The warp that completes the slice sends it.
   PO_FN void finish_staged() {
     const ExchangeOrder& order = plan_.order;
-    warp_.sync();  // the rows of all lanes are before the bit
+    warp_.sync();  // orders the rows of all lanes before the bit
     if (warp_.rank() != 0) return;
     Task task;
     order.task_at(position_, &task);
@@ -364,12 +367,12 @@ class Worker {
     if (await_credit(plan_.team, task.destination)) put_slice(task);  // @credit-before-puts
   }
 
-  // The slice's rows, range by range, a fence, its sliceRdy word.
+  // Sends the slice: its rows, range by range, a fence, its sliceRdy word.
   PO_FN void put_slice(const Task& task) {
     const Team& team = plan_.team;
     const uint64_t output = granted_output(team, task.destination);
     const BagRange bags = bags_of(plan_.order, task, 0, 1);
-    fence_acq_rel_sys();  // the staged rows of all the slice's warps, acquired through WG_Done, are out for the network
+    fence_acq_rel_sys();  // publishes the staged rows of all the slice's warps, acquired through WG_Done, to the network
     for (int64_t bag = bags.first; bag < bags.first + bags.count; ++bag) {
       const int64_t row = (bag - plan_.order.batch_start[task.destination]) * plan_.output_row_bytes;
       const uint8_t* staged = team.heap + plan_.staging_offset + bag * plan_.pe_bytes[team.rank];
@@ -398,7 +401,7 @@ class Worker {
 
 // ---- arrival --------------------------------------------------------------------------------------------------------
 
-// This WG has nothing more for reachable peers: one sliceRdy word at each of them says so.
+// Releases one sliceRdy word at each reachable peer: this WG has no more rows for them.
 PO_FN void signal_ready(const Team& team, const WorkGroup& wg) {
   for (int peer = wg.rank(); peer < team.size; peer += wg.size()) {
     if (peer == team.rank || !is_reachable(team, peer) || is_aborted(team)) continue;  // @ready-unless-aborted
@@ -406,8 +409,8 @@ PO_FN void signal_ready(const Team& team, const WorkGroup& wg) {
   }
 }
 
-// Waits for this WG's share of what arrives: the WG of the same number of each reachable sender, every count()-th slice
-// of the others.
+// Awaits this WG's share of the arriving words: the word of the WG with the same number at each reachable sender, and
+// every count()-th slice of the other senders.
 PO_FN void await_ready(const WorkGroup& wg, const Plan& plan) {
   const Team& team = plan.team;
   if (plan.order.num_samples(team.rank) == 0) return;
@@ -448,7 +451,7 @@ struct Kernel {
     Worker<Traits> worker(wg, plan, call);
     worker.run_until(plan.order.num_leading());  // @leading-tasks
     // @rows-before-ready
-    wg.sync();  // the rows of all warps are before the words that announce them
+    wg.sync();  // orders the rows of all warps before the words that announce them
     signal_ready(plan.team, wg);
     worker.run_until(plan.order.num_positions());
     worker.complete_puts();

@@ -1,18 +1,19 @@
-// Backward of embedding_all_to_all together with the optimizer's step, one persistent launch: gradients travel to the tables'
-// owners, those of a row are summed over the global batch, and the row is updated. Or the sum itself is written (kGradient), for
-// whoever makes the step later.
+// Backward pass of embedding_all_to_all with the optimizer's step, in one persistent launch. Gradients travel to the
+// tables' owners, the gradients of a row are summed over the global batch, and the row is updated. With kGradient the
+// sum itself is written, for a later step.
 //
-// Each PE has the gradient of its part of the batch, for all tables, and the lookups of the global batch in its own tables,
-// sorted by row. Protocol: (1) WG 0 grants every peer credit to write this PE's staging, [table][batch][columns]. (2) The
-// first WGs push, more of them where there are few lookups: a table's columns of some samples to the table's owner, table by
-// table, a piece for each owner in turn; who has brought a table's last piece releases one sliceRdy word there. (3) Warps take
-// ranges of the sorted lookups from a ticket counter, and have the rows whose lookups begin there. Before the first of them they
-// await every peer's credit, before the first of a table its words. This PE's own samples are read where they are. A row with
-// more than 256 lookups is cut into chunks of so many, which are of the warps in whose ranges they begin; who is the last adds
-// up their sums.
+// Each PE has the gradient of its part of the batch, for all tables, and the lookups of the global batch in its own
+// tables, sorted by row. Protocol: (1) WG 0 grants every peer credit to write this PE's staging,
+// [table][batch][columns]. (2) The first WGs push (more of them if there are few lookups): a table's columns of some
+// samples to the table's owner, table by table, a piece for each owner in turn. The warp that brings a table's last
+// piece releases one sliceRdy word there. (3) Warps take ranges of the sorted lookups from a ticket counter, and own
+// the rows whose lookups begin there. A warp awaits every peer's credit before its first row, and a table's words
+// before the table's first row. This PE's own samples are read in place. A row with more than 256 lookups is cut into
+// chunks of 256. A chunk belongs to the warp in whose range it begins; the warp that finishes the last chunk adds up
+// the sums of all chunks.
 //
-// A row's gradients are added in fp32 in the order of its lookups, 256 at a time, and these sums in their order: the same bits
-// whatever the grid, the number of PEs, and who comes first.
+// A row's gradients are added in fp32 in the order of its lookups, 256 at a time, and these sums in their order. So the
+// bits do not depend on the grid, the number of PEs, or the order of arrival.
 #pragma once
 
 #include "comm/call_number.cuh"
@@ -32,7 +33,7 @@ struct SharedOf {
 
 // ---- all rows -------------------------------------------------------------------------------------------------------
 
-// One warp's share.
+// One warp's share of the reducing work.
 template <class Traits>
 class Reducer {
  public:
@@ -53,12 +54,12 @@ class Reducer {
         row_(plan, call),
         long_row_(plan, call) {}
 
-  // As one of `num_warps` that share the lookups.
+  // Reduces as one of `num_warps` warps that share the lookups.
   PO_FN void run(int num_warps) {
-    // Behind a launch that was given up, what is sorted may be anything. One lane decides for the warp.
+    // After a launch that was given up, the sorted lookups may be anything. One lane decides for the warp.
     if (warp_.shuffle(is_aborted(team_), 0)) return;
     if (warp_.rank() == 0) window_.range = range_of(count_, num_warps);
-    // Of all ranges: one for each would cost more than a range.
+    // One span for all ranges: a span per range would cost more than a range.
     const TaskTrace trace(false);
     for (;;) {
       int begin = 0;
@@ -75,12 +76,13 @@ class Reducer {
   }
 
  private:
-  // How many lookups a ticket has: few where there are few for each warp, since a warp has one row of a tile behind the other.
+  // Lookups of a ticket. With few lookups per warp the ticket is small, since a tile works through its rows one after
+  // the other.
   static PO_FN int range_of(int count, int num_warps) {
     return max_of(min_of(ceil_div(count, num_warps * kLeastRounds), kRangeLookups), kLeastRange);
   }
 
-  // What begins there. Returns false where the launch was given up.
+  // Reduces the rows that begin in a range. Returns false if the launch was given up.
   PO_FN bool reduce(int begin) {
     if (!add_chunk_that_begins(begin)) return false;
     PO_NO_UNROLL
@@ -94,7 +96,7 @@ class Reducer {
     return true;
   }
 
-  // Those whose lookups the window has, a tile each.
+  // Updates the rows whose lookups are all in the window, one row per tile.
   PO_FN void update_rows(const Filled& filled, int begin) const {
     const GroupView view = window_.group;
     const int count = filled.num_rows - (filled.is_open ? 1 : 0);
@@ -124,9 +126,9 @@ class Reducer {
     finish_long(row, begin, [&](int part, LongColumns& sums) { add_streamed(part, begin, end, sums); });
   }
 
-  // Where a row's chunk behind its first one begins there, adds it up. Returns false where the launch was given up.
+  // If a later chunk of a row begins in the range, adds that chunk up. Returns false if the launch was given up.
   PO_FN bool add_chunk_that_begins(int begin) {
-    constexpr int kBefore = kChunkLookups - kRangeLookups + 1;  // that such a row has at least before the range
+    constexpr int kBefore = kChunkLookups - kRangeLookups + 1;  // the row's lookups before the range, at least
     const Key key = key_at(begin);
     if (begin < kBefore || key_at(begin - kBefore) != key) return true;
     const int first = lower_bound_near(keys(), 0, begin, key, begin, warp_);
@@ -138,7 +140,8 @@ class Reducer {
     return true;
   }
 
-  // Adds up a chunk of a row with several; who is the last adds up all, and updates the row.
+  // Adds up one chunk of a row with several. The warp that finishes the last chunk adds up all sums and updates the
+  // row.
   PO_FN void add_chunk(int64_t row, int begin, int end, int number) const {
     const int first = begin + number * kChunkLookups;
     const int last = min_of(first + kChunkLookups, end);
@@ -167,7 +170,7 @@ class Reducer {
 
   PO_FN bool is_last_chunk(int slot, int num_chunks) const {
     // @sums-of-lanes
-    warp_.sync();  // the sums of all lanes are before the count
+    warp_.sync();  // orders the sums of all lanes before the count
     bool is_last = false;
     if (warp_.rank() == 0) {
       uint64_t* done = call_.chunks_done + slot;
@@ -175,7 +178,7 @@ class Reducer {
       if (is_last) *done = 0;                                                                // @chunks-reset
     }
     is_last = warp_.shuffle(is_last, 0);
-    warp_.sync();  // what the lane has acquired is there for all
+    warp_.sync();  // hands what the lane has acquired to all lanes
     return is_last;
   }
 
@@ -191,7 +194,8 @@ class Reducer {
     }
   }
 
-  // `sum_of(part, shares)` adds up a part's gradients, each lane its share of the columns; the update has them in chunks.
+  // `sum_of(part, shares)` adds up a part's gradients, each lane its share of the columns. The update takes them in
+  // chunks.
   template <class SumOf>
   PO_FN void finish_long(int64_t row, int first, const SumOf& sum_of) const {
     long_row_.finish(window_.group, row, first, [&](int part, typename LongRow::Columns& sums) {
@@ -211,7 +215,7 @@ class Reducer {
         row_.differentiate_factors(window_.group, row, window_, at, row_.lanes().index(), count,
                                    Traits::Tile::kPerWarp);
       }
-      warp_.sync();  // the row has been read
+      warp_.sync();  // the row has been read by all lanes
     }
   }
 
@@ -223,7 +227,7 @@ class Reducer {
 
   // ---- groups --------------------------------------------------------------------------------------------------------
 
-  // Makes the key's group the one at work, and waits for its gradients. Returns false where the launch was given up.
+  // Makes the key's group the current one, and awaits its gradients. Returns false if the launch was given up.
   PO_FN bool enter_group_of(int64_t key) {
     GroupView& view = window_.group;
     if (is_in_group_ && key >= view.first_key && key < view.end_key) return true;
@@ -257,7 +261,7 @@ class Reducer {
     return call_.places == nullptr ? call_.sums + group.first_sum : call_.sums;
   }
 
-  // The last one that begins at the key or before.
+  // The last group that begins at or before the key.
   PO_FN int64_t group_of(int64_t key) const {
     int64_t low = 0;
     int64_t high = plan_.num_groups;
@@ -268,7 +272,7 @@ class Reducer {
     return low;
   }
 
-  // All credits, and all gradients of a group's tables.
+  // Awaits all credits, and all gradients of a group's tables.
   PO_FN bool await_gradients(int64_t number) const {
     bool all = true;
     // @credits-before-updates
@@ -287,7 +291,7 @@ class Reducer {
       all = await_epoch(team_, word, kPhaseGradients, sender, index) && all;  // @gradients-await
     }
     if (warp_.count(all) != warp_.size()) return false;
-    warp_.sync();  // what a lane has acquired is there for all
+    warp_.sync();  // hands what a lane has acquired to all lanes
     return true;
   }
 
@@ -304,8 +308,8 @@ class Reducer {
   bool is_in_group_ = false;
 };
 
-// The launch does not end before all that peers push is here, whether or not a row needs it: the next one may have other tables
-// at these places, and credit for it says that nobody stores there any more.
+// The launch ends only when everything that peers push has arrived, whether or not a row needs it. The next launch may
+// have other tables at these places, and its credit promises that no peer still stores there.
 PO_FN void await_all_gradients(const WorkGroup& wg, const Plan& plan) {
   const Team& team = plan.team;
   for (int64_t i = wg.rank(); i < plan.num_tables * team.size; i += wg.size()) {
@@ -353,7 +357,7 @@ struct Kernel {
     if (plan.num_pushes != 0) plan.pushed[plan.num_pushes] = 0;  // @pieces-reset
     if (has_given_up) return;
     if constexpr (Traits::kStep != Step::kGradient) {
-      *call.step_count += 1;  // behind all who read them
+      *call.step_count += 1;  // after all reads of the count
       call.beta_powers[0] *= plan.beta1;
       call.beta_powers[1] *= plan.beta2;
     }

@@ -1,14 +1,17 @@
-// The exchange of a batch's lookups, one persistent launch in a workspace of its own; of few WGs where it runs beside others.
+// The exchange of a batch's lookups, in one persistent launch in a workspace of its own; with few WGs if it runs beside
+// other launches.
 //
-// Each PE has the lookups of its own samples for all features; each owner of tables gets, from every PE, those of its tables,
-// in a region per PE of its symmetric heap. Protocol: (1) WG 0 grants every peer credit for the regions that this launch
-// fills. (2) Warps add up bags, chunk by chunk; WG 0 waits for all of them and finds where each feature begins, and so each
-// slot in each message. (3) Warps take pieces of messages, owners in turn from the next PE on, and store them in the owner's
-// region; who brings the last pieces releases one sliceRdy word there. A message that is too long for its region is its header
-// alone. (4) WG 0 awaits all words and credits; the last WG to leave says where the lookups lie (LookupSource).
+// Each PE has the lookups of its own samples for all features. Each owner of tables receives those of its tables from
+// every PE, in a region per PE of its symmetric heap. Protocol: (1) WG 0 grants every peer credit for the regions that
+// this launch fills. (2) Warps add up bags, chunk by chunk. WG 0 waits for all of them and finds where each feature
+// begins, and so each slot in each message. (3) Warps take pieces of messages, owners in turn from the next PE on, and
+// store them in the owner's region. The warp that brings the last pieces releases one sliceRdy word there. A message
+// that exceeds its region is its header alone. (4) WG 0 awaits all words and credits. The last WG to leave writes where
+// the lookups lie (LookupSource).
 //
-// Bags are never where the caller says, but where they are in a running sum of lengths, or a running maximum of offsets, cut off
-// at the number of values: neither falls, so nothing is written outside of a region, whatever was passed.
+// The kernel does not trust the caller's bounds of bags. It uses a running sum of lengths, or a running maximum of
+// offsets, cut off at the number of values. Neither falls, so nothing is written outside of a region, whatever was
+// passed.
 #pragma once
 
 #include "kernels/inputs/messenger.cuh"
@@ -20,10 +23,10 @@ namespace po::embedding_inputs {
 // ---- configuration --------------------------------------------------------------------------------------------------
 
 struct Config {
-  IndexType value = IndexType::kInt64;  // of the lookups as they are passed
-  IndexType index = IndexType::kInt64;  // and as owners get them
-  IndexType bound = IndexType::kInt64;  // of lengths or offsets
-  bool lengths = true;                  // of bags; else where they begin
+  IndexType value = IndexType::kInt64;  // type of the lookups that are passed
+  IndexType index = IndexType::kInt64;  // type of the lookups that owners receive
+  IndexType bound = IndexType::kInt64;  // type of lengths or offsets
+  bool lengths = true;                  // bounds are lengths of bags; else they are where bags begin
   bool weighted = false;
   int threads = 64;
 };
@@ -36,20 +39,20 @@ struct Traits {
   static constexpr bool kLengths = kConfig.lengths;
   static constexpr bool kWeighted = kConfig.weighted;
   static constexpr int kThreads = kConfig.threads;
-  // At most 64 registers per thread: with two warps a WG finds room beside others on an SM, or does not (embedding_inputs.md).
+  // At most 64 registers per thread. With two warps, a WG finds room beside others on an SM (embedding_inputs.md).
   static constexpr int kBlocksPerSm = 1024 / kThreads;
 };
 
 // ---- arrival --------------------------------------------------------------------------------------------------------
 
-// One word from every PE, this one included.
+// Awaits one word from every PE, this one included.
 PO_FN void await_lookups(const WorkGroup& wg, const Team& team) {
   for (int sender = wg.rank(); sender < team.size; sender += wg.size()) {
     await_epoch(team, local_word(team, ready_word_offset(team, sender, 0)), kPhaseLookups, sender, 0);  // @inputs-await
   }
 }
 
-// One thread, behind all others of the launch: says where the lookups are. Where the launch was given up there are none.
+// Writes where the lookups are: none if the launch was given up. One thread, after all others of the launch.
 template <class Traits>
 PO_FN void publish(const Plan& plan, const Call& call) {
   const Team& team = plan.team;
@@ -116,7 +119,7 @@ struct Kernel {
       const auto samples = static_cast<int32_t>(call.samples);
       shared.chunks_per_feature = max_of(ceil_div(samples, static_cast<int32_t>(plan.chunk_bags)), 1);
       for (uint64_t& failed : shared.failed) failed = 0;
-      // Counts of pieces that an aborted launch has left are not added to.
+      // An aborted launch has left counts of pieces. They are not added to.
       shared.gave_up = is_aborted(shared.plan.team);  // @inputs-give-up
     }
     begin_launch(shared.plan.team, wg);

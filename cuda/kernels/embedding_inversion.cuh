@@ -1,10 +1,11 @@
-// The lookups of an embedding batch, sorted by table row: what a backward pass needs before it can update rows. One persistent
-// launch of a PE by itself.
+// Sorts the lookups of an embedding batch by table row, as a backward pass needs them. One persistent launch of this PE
+// alone.
 //
-// (1) Each lookup's bag is found and its key formed, and all digits of all keys are counted (inversion/lookup_keys.cuh). Lookups
-// that do not count are left out from here on. (2) A stable sort by digits, the lowest first (inversion/radix_pass.cuh). A key
-// travels with its bag, and with the lookup's own place where that is wanted. All WGs meet behind (1) and between passes; words
-// that must be zero are zero before a launch, and the last WG to leave sees to that.
+// (1) Each lookup's bag is found and its key formed, and all digits of all keys are counted
+// (inversion/lookup_keys.cuh). Lookups that do not count are left out from here on. (2) A stable sort by digits
+// follows, the lowest first (inversion/radix_pass.cuh). A key travels with its bag, and with the lookup's own place if
+// the caller wants it. All WGs meet after (1) and between passes. Words that must be zero are zero before a launch; the
+// last WG to leave zeroes them.
 #pragma once
 
 #include "kernels/inversion/lookup_keys.cuh"
@@ -17,13 +18,13 @@ struct Config {
   IndexType index = IndexType::kInt64;
   IndexType offset = IndexType::kInt64;
   bool wide = false;     // keys do not fit 31 bits
-  bool lookups = false;  // are wanted
-  bool counts = false;   // are wanted
+  bool lookups = false;  // whether the lookups' places are wanted
+  bool counts = false;   // whether counts of bags are wanted
   int digit_bits = 8;
   int items = 8;  // of a thread, in a tile
   int threads = 512;
   int blocks_per_sm = 2;
-  int pes = kPeStep;  // for whose lookups there is room
+  int pes = kPeStep;  // a multiple of kPeStep, at least the number of PEs whose lookups are sorted
 };
 
 template <Config kConfig>
@@ -48,7 +49,7 @@ struct Traits {
   }
 };
 
-// What Python must know to make room.
+// Python needs this to size the arena.
 PO_QUERY(arena_bytes, (int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry),
          arena_bytes(num_warps, tile_items, num_digits, bytes_of_entry))
 PO_QUERY(tile_words_bytes, (int64_t num_passes, int64_t num_tiles, int64_t num_digits),
@@ -67,7 +68,7 @@ struct Kernel {
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Team& team = shared.plan.team;
-    release_successor();  // all WGs are resident; a backward pass may push where there is room
+    release_successor();  // all WGs are resident; a backward pass may push on what is left of the GPU
     if (wg.rank() == 0) {
       shared.gave_up = is_aborted(team);
       Group<Traits>::number_tiles(wg, shared, call);
@@ -97,7 +98,7 @@ struct Kernel {
       group.come_to_meeting();
       RadixPass<Traits> radix(group, pass);
       int32_t total = 0;
-      if (pass != 0) total = radix.place_digits();       // all have counted them, so it need not wait
+      if (pass != 0) total = radix.place_digits();       // all have counted, so this waits for nothing
       if (!group.await_meeting(++num_meetings)) return;  // @inversion-meets
       if (pass == 0) {
         total = radix.place_digits();
@@ -125,7 +126,7 @@ struct Kernel {
     });
   }
 
-  // Behind all WGs' work.
+  // Zeroes the words. The last WG to leave, after the work of all WGs.
   static PO_FN void clear(const Group<Traits>& group) {
     auto* words = reinterpret_cast<uint64_t*>(&group.words());
     constexpr int kCount = sizeof(typename Group<Traits>::Words) / sizeof(uint64_t);

@@ -1,14 +1,17 @@
-// Gradients of lookups' weights back to the PEs that brought the lookups, one persistent launch behind embedding_backward.
+// Brings gradients of lookups' weights to the PEs that passed the lookups. One persistent launch after
+// embedding_backward.
 //
-// The owner of a table has, for each lookup that an input exchange has brought, the product of its bag's gradient and its row;
-// they lie where the lookups' weights lie in the owner's regions, but in memory of its own. Protocol: (1) WG 0 grants every peer
-// credit to write this PE's staging, which has a part for each owner. (2) Warps take pieces of what goes back, PEs in turn from
-// the next one on; who brings a PE's last piece releases one sliceRdy word there. (3) Warps await the words of all owners, and
-// add up for each of this PE's values what the slots of its feature have sent, in the order of the plan. A PE without values
-// gets nothing, and need not wait. (4) WG 0 awaits all credits.
+// The owner of a table has, for each lookup that an input exchange has brought, the product of its bag's gradient and
+// its row. Products lie where the lookups' weights lie in the owner's regions, but in memory of their own. Protocol:
+// (1) WG 0 grants every peer credit to write this PE's staging, which has a part for each owner. (2) Warps take pieces
+// of the products, PEs in turn from the next one on. The warp that brings a PE's last piece releases one sliceRdy word
+// there. (3) Warps await the words of all owners. For each of this PE's values they add up what the slots of its
+// feature have sent, in the order of the plan. A PE without values receives nothing and need not wait. (4) WG 0 awaits
+// all credits.
 //
-// What comes back is in the order of the messages that went there, so both sides know each lookup's place; nothing but sums
-// travels. A message that found no room has brought nothing, so nothing comes back, and its lookups have no gradient.
+// Products come back in the order of the messages that brought the lookups, so both sides know each lookup's place and
+// only products travel. A message that found no room brought nothing and brings nothing back: its lookups have no
+// gradient.
 #pragma once
 
 #include "comm/credits.cuh"
@@ -23,13 +26,13 @@ PO_CONSTANT(kPhaseReturns)
 
 // ---- arguments ------------------------------------------------------------------------------------------------------
 
-// Another PE, or this one, as an owner of tables and as one that has brought lookups.
+// A PE (another or this one), both as an owner of tables and as a source of lookups.
 struct Peer {
-  int64_t capacity;          // of this PE's messages to it
-  int64_t count_number;      // in Call::slot_begins: of this PE's lookups for it
-  uint64_t returned_offset;  // of what comes from it, from where the staging begins
-  uint64_t target_offset;    // of what goes to it, from where its staging begins
-  uint64_t outgoing_offset;  // where that is filled in this PE's own heap, if it is not reachable
+  int64_t capacity;          // of this PE's messages to the PE
+  int64_t count_number;      // in Call::slot_begins: where the number of this PE's lookups for the PE stands
+  uint64_t returned_offset;  // of the PE's products for this PE, from the staging's begin
+  uint64_t target_offset;    // of this PE's products for the PE, from its staging's begin
+  uint64_t outgoing_offset;  // in this PE's own heap, if the PE is not reachable
 };
 PO_DESCRIBE(Peer, capacity, count_number, returned_offset, target_offset, outgoing_offset)
 
@@ -43,17 +46,17 @@ PO_DESCRIBE(Slot, owner, number)
 struct Plan {
   Team team;
   const Peer* peers;
-  const Slot* slots;             // feature by feature, in the order in which they are added up
+  const Slot* slots;             // feature by feature, in the order in which their products are added
   const int64_t* feature_slots;  // [features + 1]: where a feature's slots begin
   int64_t num_features;
-  int64_t piece_lookups;  // that a warp sends or adds up at once; a multiple of 4
+  int64_t piece_lookups;  // that a warp sends or adds up at a time; a multiple of 4
   uint64_t staging_offset;
-  uint64_t* sent;  // by PE: pieces that are on their way; 0 after every launch
+  uint64_t* sent;  // by PE: pieces sent so far; 0 after every launch
 };
 PO_DESCRIBE(Plan, team, peers, slots, feature_slots, num_features, piece_lookups, staging_offset, sent)
 
 struct Call {
-  const float* products;        // of the lookups here: lookup i of a source is number first_lookup + i
+  const float* products;        // of the lookups in this PE's tables: lookup i of a source is number first_lookup + i
   const LookupSource* sources;  // [size]
   const int64_t*
       value_begins;  // [features + 1]: where a feature's values begin among this PE's, as the exchange found it
@@ -69,20 +72,20 @@ struct Shared {
 };
 
 inline constexpr int kThreads = 256;    // on the GPU
-inline constexpr int kChunkFloats = 4;  // that a thread loads at once; a piece is some multiple
+inline constexpr int kChunkFloats = 4;  // loaded by a thread at a time; a piece is a multiple
 PO_CONSTANT(kThreads)
 PO_CONSTANT(kChunkFloats)
 
 // ---- to the PEs that brought the lookups ----------------------------------------------------------------------------
 
-// One warp's share.
+// One warp's share of the sending.
 class Returner {
  public:
   PO_FN Returner(const WorkGroup& wg, const Plan& plan, const Call& call)
       : wg_(wg), plan_(plan), team_(plan.team), call_(call) {}
 
   PO_FN void run() {
-    // Behind a launch that was given up the products may be anything. One lane decides for the warp.
+    // After a launch that was given up the products may be anything. One lane decides for the warp.
     if (warp_.shuffle(is_aborted(team_), 0)) return;
     const int32_t end = most_pieces() * (team_.size - 1);
     const int32_t stride = wg_.num_warps() * wg_.count();
@@ -98,7 +101,7 @@ class Returner {
     }
   }
 
-  // What was put from may be overwritten after this.
+  // The sources of puts may be overwritten after this call.
   PO_FN void complete_puts() const {
     if (has_put_) put_quiet(team_);  // @returns-quiet
   }
@@ -107,7 +110,7 @@ class Returner {
   static constexpr int kChunksAtOnce = 4;
 
   PO_FN int32_t count(int target) const { return static_cast<int32_t>(call_.sources[target].count); }
-  // A PE that has brought nothing is told so, by a piece of no lookups.
+  // A PE that has brought no lookups gets one empty piece, which releases its word.
   PO_FN int32_t num_pieces(int target) const {
     return max_of(ceil_div(count(target), static_cast<int32_t>(plan_.piece_lookups)), 1);
   }
@@ -121,7 +124,7 @@ class Returner {
 
   PO_FN uint64_t offset_at(int target) const { return plan_.staging_offset + plan_.peers[target].target_offset; }
 
-  // Both begin at multiples of 16 bytes, as pieces do; a piece's last floats go one by one.
+  // Source and target begin at multiples of 16 bytes, as pieces do. The last floats of a piece are copied one by one.
   PO_FN void copy(int target, int32_t piece) const {
     const auto first = piece * static_cast<int32_t>(plan_.piece_lookups);
     const int32_t length = min_of(static_cast<int32_t>(plan_.piece_lookups), count(target) - first);
@@ -147,16 +150,16 @@ class Returner {
     for (int32_t i = num_chunks * kChunkFloats + warp_.rank(); i < length; i += warp_.size()) to[i] = source[i];
   }
 
-  // Counts a piece. Who brings the last one tells the PE.
+  // Counts a piece. The warp that brings the last piece signals the PE.
   PO_FN void finish(int target) {
     // @returns-of-lanes
-    warp_.sync();  // what all lanes have stored is before the count
+    warp_.sync();  // orders the stores of all lanes before the count
     if (warp_.rank() != 0) return;
     const auto pieces = static_cast<uint64_t>(num_pieces(target));
     if (atomic_add_fetch_acq_rel_gpu(plan_.sent + target, 1) != pieces) return;  // @returns-complete
     plan_.sent[target] = 0;                                                      // @returns-reset
     if (!is_reachable(team_, target)) {
-      fence_acq_rel_sys();  // what all warps have copied, acquired through the count, is out for the network
+      fence_acq_rel_sys();  // makes what all warps have copied, acquired through the count, visible to the network
       const auto bytes = static_cast<uint64_t>(count(target)) * sizeof(float);
       const uint8_t* source = team_.heap + plan_.peers[target].outgoing_offset;
       if (bytes != 0) put_nbi(team_, target, offset_at(target), source, bytes);
@@ -177,7 +180,7 @@ class Returner {
 
 // ---- what has come back ---------------------------------------------------------------------------------------------
 
-// One warp's share of this PE's values.
+// One warp's share of the adding, over this PE's values.
 class Adder {
  public:
   PO_FN Adder(const WorkGroup& wg, const Plan& plan, const Call& call)
@@ -196,9 +199,9 @@ class Adder {
   }
 
  private:
-  static constexpr int kAtOnce = 4;  // that a lane has in registers
+  static constexpr int kAtOnce = 4;  // held by a lane in registers
 
-  // The words of all owners, a lane for each.
+  // Awaits the words of all owners, a lane for each.
   PO_FN bool are_here() const {
     bool all = true;
     for (int owner = warp_.rank(); owner < team_.size; owner += warp_.size()) {
@@ -207,11 +210,11 @@ class Adder {
       all = await_epoch(team_, word, kPhaseReturns, owner, 0) && all;  // @returns-await
     }
     if (warp_.count(all) != warp_.size()) return false;
-    warp_.sync();  // what a lane has acquired is there for all
+    warp_.sync();  // hands what a lane has acquired to all lanes
     return true;
   }
 
-  // Values of one feature after the other; those that none has come first or last.
+  // Adds up values, feature by feature. Values of no feature come first or last.
   PO_FN void add_up(int32_t first, int32_t end) const {
     const auto num_features = static_cast<int32_t>(plan_.num_features);
     int32_t feature = feature_of(first);
@@ -228,7 +231,7 @@ class Adder {
     }
   }
 
-  // The last one that begins at a value or before; -1: none does. The number of features: they all end before.
+  // The last feature that begins at or before a value; -1 if none does; the number of features if all end before it.
   PO_FN int32_t feature_of(int32_t value) const {
     int32_t low = -1;
     auto high = static_cast<int32_t>(plan_.num_features) + 1;
@@ -240,7 +243,7 @@ class Adder {
     return low;
   }
 
-  // Of `length` values from `first` on, which are a feature's or, where that is -1, nobody's.
+  // Adds up `length` values from `first` on, all of one feature, or of none if `feature` is -1.
   PO_FN void add_run(int32_t feature, int32_t first, int32_t length) const {
     const int64_t begin = feature < 0 ? 0 : plan_.feature_slots[feature];
     const int64_t end = feature < 0 ? 0 : plan_.feature_slots[feature + 1];
@@ -268,8 +271,8 @@ class Adder {
     }
   }
 
-  // Where `length` lookups of a slot lie, from number `shift` of it on; null: the message has found no room. Behind an exchange
-  // that was given up the begins may be anything, and nothing is read outside of the part.
+  // Where `length` lookups of a slot lie, from its lookup number `shift` on; null if the message found no room. After
+  // an exchange that was given up the begins may be anything; nothing is read outside of the part.
   PO_FN const float* returned_of(const Slot& slot, int64_t shift, int32_t length) const {
     const Peer& owner = plan_.peers[slot.owner];
     const int64_t begin = call_.slot_begins[slot.number] + shift;

@@ -1,13 +1,14 @@
-// GEMV + AllReduce: y = sum over PEs of weight_r * x_r (+ bias, + residual), for 1 to 16 vectors, on every PE.
+// GEMV + AllReduce: every PE gets y = sum over PEs of weight_r * x_r (+ bias, + residual), for 1 to 16 vectors.
 //
-// A WG has the same tiles of rows on every PE. Teams of warps share a tile's columns; two more warps add the parts of a tile
-// up as soon as they are there and send it at once, as packets that carry data and flag together: to every PE, itself too
-// (one shot), or to the tile's owner (two shots), which adds the PEs' sums up in rank order and sends every PE the
-// rounded result. In the end each WG waits for the packets of its own tiles. Nobody waits for credit: areas of packets
-// take turns by the epoch's parity, and a PE is in launch e + 1 only when all have ended e - 1 (cuda/DESIGN.md, "Packets").
+// A WG has the same tiles of rows on every PE. Teams of warps share a tile's columns. Two more warps add the parts of a
+// tile up as soon as they are there and send the sums at once, as packets that carry data and flag together. Packets go
+// to every PE, this one included (one shot), or to the tile's owner (two shots), which adds the PEs' sums up in rank
+// order and sends every PE the rounded result. In the end each WG waits for the packets of its own tiles. No WG waits
+// for credit on its way: areas of packets alternate with the epoch's parity, and a PE is in launch e + 1 only when all
+// PEs have ended e - 1 (cuda/DESIGN.md, "Packets").
 //
-// Here is what a launch is given and who does what in it. kernels/gemv/ has the three stories: how the tiles pass through a
-// WG's warps (tile_pipeline), how the PEs' sums meet (packet_exchange), and what becomes of them (tile_output).
+// This file has a launch's arguments and the division of work. kernels/gemv/ has the three stages: tiles pass through a
+// WG's warps (tile_pipeline), the PEs' sums meet (packet_exchange), and sums become results (tile_output).
 #pragma once
 
 #include "comm/launch.cuh"
@@ -24,16 +25,16 @@ namespace po::gemv_all_reduce {
 
 struct Config {
   DType scalar = DType::kBFloat16;     // of weight, vectors, bias, residual and result
-  DType sum_scalar = DType::kFloat32;  // of the partial sums as they travel
+  DType sum_scalar = DType::kFloat32;  // of the partial sums in packets
   int vectors = 1;                     // 1, 8 or 16
-  int depth = 8;                       // steps of the weights that a warp asks for ahead
+  int depth = 8;                       // steps of the weights that a warp loads ahead
   int warps = 8;                       // that multiply
   bool aligned = true;                 // all rows begin at multiples of 16 bytes
   bool resident = true;                // the vectors find room in shared memory
   bool two_shot = false;
-  bool prefetches = false;  // asks for weights before the kernel before it has ended
+  bool prefetches = false;  // loads weights before the previous kernel has ended
   LetsIn lets_in = LetsIn::kAtOnce;
-  int pes = kPeStep;  // for which there is room
+  int pes = kPeStep;  // a multiple of kPeStep, at least the team's size
 };
 
 template <Config kConfig>
@@ -47,27 +48,29 @@ struct Traits {
   static constexpr bool kTwoShot = kConfig.two_shot;
   static constexpr int kPes = kConfig.pes;
   static constexpr int kSumsPerPacket = 8 / static_cast<int>(sizeof(typename SumScalar::Storage));
-  // Results that one thread finishes: what one packet brings, or, where a packet carries them on, what fills one.
+  // Results that one thread finishes: as many as one packet brings, or, if a packet carries results on, as many as fill
+  // one.
   static constexpr int kItem = kTwoShot ? 8 / static_cast<int>(sizeof(typename Scalar::Storage)) : kSumsPerPacket;
   static constexpr int kComputing = kConfig.warps;
-  static constexpr int kServing = kServingWarps;  // kSlots is a multiple, so a slot always meets the same
+  static constexpr int kServing = kServingWarps;  // kSlots is a multiple, so a slot always meets the same serving warp
   static constexpr int kPacketsPerItem = kItem / kSumsPerPacket;
   static constexpr int kItemsPerVector = kTileRows / kItem;  // of a tile
   static constexpr bool kPrefetches = kConfig.prefetches;
   static constexpr LetsIn kLetsIn = kConfig.lets_in;
-  static constexpr bool kSharesSm = kResident && shares_sm(kVectors, kPrefetches);  // with its successor
-  // Fewer than 100 for a thread: two WGs share an SM, or one has more warps than four for each of its schedulers.
+  static constexpr bool kSharesSm = kResident && shares_sm(kVectors, kPrefetches);  // with the successor
+  // Fewer than 100 registers per thread: two WGs share an SM, or a WG has more than four warps for each scheduler of
+  // the SM.
   static constexpr bool kHasFewRegisters = kSharesSm || kComputing + kServing > 16;
-  // That a warp multiplies at once; like the next one, as many as there are registers for.
+  // Steps that a warp multiplies at once. This number and the next are as large as the registers allow.
   static constexpr int kStepsAtOnce = kVectors > 1 && sizeof(typename Scalar::Storage) == 2 &&
                                               (kSharesSm ? !kTwoShot : !kHasFewRegisters)
                                           ? kMostStepsAtOnce
                                           : 1;
-  // Senders whose packets are looked at together.
+  // Senders whose packets are read together.
   static constexpr int kSendersAtOnce = kSharesSm          ? (kTwoShot ? 2 : 8)
                                         : kHasFewRegisters ? (kTwoShot ? 1 : 4)
                                                            : 8 / kPacketsPerItem;
-  static constexpr int kSlots = slots_of(kVectors);  // tiles of a WG that may be under way in shared memory
+  static constexpr int kSlots = slots_of(kVectors);  // tiles of a WG in flight in shared memory
   static_assert(kSlots >= WarpShare<Scalar>::kMaxTeams && kSlots % kServing == 0,
                 "with fewer slots a team would wait two rounds ahead, which a Handover does not allow");
   static_assert(kPacketsPerItem >= 1, "sums travel in fp32 or in the scalar's own type");
@@ -77,17 +80,17 @@ struct Plan {
   Team team;
   OutputPlan output;
   PacketPlan packets;
-  uint32_t* asked;  // WGs that have asked for all their weights; 0 when all have (sched/succession.cuh)
+  uint32_t* asked;  // WGs that have loaded all their weights; 0 once all have (sched/succession.cuh)
 };
 PO_DESCRIBE(Plan, team, output, packets, asked)
 
-// What follows it in the plan's memory.
+// Follows the launch's other fields in the plan's memory.
 template <int kPes>
 struct PlanWithHeaps : Plan {
-  uint64_t heaps[kPes];  // Team.peer_heaps, within reach
+  uint64_t heaps[kPes];  // Team.peer_heaps; null where not reachable
 };
 
-// What is known of a launch before its plan has come: a kernel that is over in some microseconds has it at once.
+// What the kernel needs before its plan is there. A kernel of a few microseconds has it in the call.
 inline constexpr int64_t kMaxColumns = (1 << 30) - 1;
 struct Shape {
   uint64_t packed;
@@ -112,7 +115,7 @@ struct Call {
   uint8_t* output;
   const uint8_t* residual;  // may be the output; null: none
   const uint8_t* bias;      // of this launch's first row; null: none
-  Shape shape;              // what `begin` has no plan for
+  Shape shape;              // `begin` needs it before the plan is there
 };
 PO_DESCRIBE(Call, weight, vectors, output, residual, bias, shape)
 
@@ -148,9 +151,9 @@ struct Kernel {
     typename Pipeline::Stream stream;
   };
 
-  // Neither vectors nor weights wait for the plan. A lone vector goes first: behind the weights it would wait for all that
-  // are under way. Where weights are asked for before the predecessor has ended, which may still be making the vectors, they
-  // go alone.
+  // Loads vectors and weights before the plan is there. A lone vector goes first: after the weights it would wait for
+  // all loads in flight. If weights are prefetched before the predecessor's end, they go alone, since the predecessor
+  // may still be writing the vectors.
   static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
     static_assert(Traits::kResident || !Traits::kPrefetches, "a ring of vectors begins with that of the weights");
     const typename Pipeline::Vectors vectors{call.vectors, call.shape.num_vectors(), call.shape.num_columns(),
@@ -170,7 +173,8 @@ struct Kernel {
 
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
     if constexpr (Traits::kPrefetches) {
-      // A lone vector is brought by some, and through it, or the sync below, the others know that it has ended.
+      // If weights are prefetched, some threads bring a lone vector. Through it, or the sync below, the others know
+      // that the predecessor has ended.
       if (!Pipeline::Vectors::kComeAtOnce || wg.rank() >= first_fetching(wg)) {
         await_predecessor();
         begun.vectors.fetch(wg, first_fetching(wg));
@@ -193,7 +197,7 @@ struct Kernel {
     pipeline.run(begun.stream, exchange, keeps_credits(wg), [&] {
       if constexpr (Traits::kLetsIn == LetsIn::kLate) succession.step();
     });
-    if (plan.team.size != 1) finish(wg, shared, exchange);  // in a world of one the serving warps have
+    if (plan.team.size != 1) finish(wg, shared, exchange);  // in a world of one the serving warps finish the tiles
     if constexpr (Traits::kLetsIn == LetsIn::kLate) {
       if (wg.rank() == 0) succession.await_others();
     }
@@ -205,22 +209,22 @@ struct Kernel {
                            Traits::kTwoShot ? call.shape.size : 1);
   }
 
-  // Where weights are prefetched, the threads that bring a lone vector.
+  // The first of the threads that bring a lone vector, if weights are prefetched.
   static PO_FN int first_fetching(const WorkGroup& wg) { return Pipeline::num_computing(wg) * kWarpSize; }
 
-  // The last WG grants the PE's credit and awaits the others': where tiles do not come out even it has one less.
+  // The last WG grants the PE's credit and awaits the others': it has one tile less if tiles do not come out even.
   static PO_FN bool keeps_credits(const WorkGroup& wg) { return wg.index() == wg.count() - 1; }
 
-  // What is left when a warp has no more tiles.
+  // The rest of a warp's work after its last tile.
   static PO_FN void finish(const WorkGroup& wg, Shared& shared, Exchange& exchange) {
     const Plan& plan = shared.plan;
     shared.told.await(0);                                                                             // @epoch-told
     if (Pipeline::serving_index(wg) == 0 && keeps_credits(wg)) await_all_credits(plan.team, Warp());  // @gemv-credits
     exchange.receive();
-    if (plan.packets.all_reachable == 0) put_quiet(plan.team);  // what was put is written again two epochs on
+    if (plan.packets.all_reachable == 0) put_quiet(plan.team);  // sources of puts are written again two epochs later
   }
 
-  // The first serving warp tells the others the epoch, and in one WG it grants credit. The serving warps alone.
+  // The first serving warp publishes the epoch to the others; in one WG it grants credit. Serving warps only.
   static PO_FN void open(const WorkGroup& wg, Shared& shared, int served) {
     const Warp warp;
     Team& team = shared.plan.team;
@@ -233,7 +237,7 @@ struct Kernel {
     }
     warp.sync();
     if (keeps_credits(wg)) grant_credit(team, warp, 0);
-    // A PE alone counts no launches: its replays may overlap, and WGs of different grids cannot be counted together.
+    // A PE alone counts no WGs: its replays may overlap, and WGs of different grids cannot be counted together.
     if (warp.rank() == 0 && team.size != 1) close_epoch(team, wg);
   }
 };

@@ -1,12 +1,13 @@
-// Sparse all-reduce: every PE has some rows of a tensor, and all get the sum over PEs of the rows that any of them has,
-// sorted. One persistent launch.
+// Sparse all-reduce: every PE has some rows of a tensor, and every PE gets the union of these rows, sorted, each row
+// summed over the PEs that have it. One persistent launch.
 //
-// (1) WG 0 grants every peer credit, with the place of this PE's result. (2) The PEs tell each other which rows they have,
-// and every row of the union gets its slot (kernels/sparse/row_union.cuh). (3) Warps take blocks of slots, the same on every PE. A
-// row that one PE alone has goes straight from it to its slot on every PE. A row that several have is left by each of
-// them in its own slot, where the row's owner, one of them, fetches it; the owner adds up in rank order and stores the
-// sum into the slot on every PE: no room but the result's, and no atomics. Or, for few rows, all of them go to every PE
-// at once and each adds up for itself. (4) Each warp tells its counterparts that its rows are stored, and waits for theirs.
+// (1) WG 0 grants every peer credit, with the place of this PE's result. (2) The PEs exchange sets of their rows, and
+// every row of the union gets its slot (kernels/sparse/row_union.cuh). (3) Warps take blocks of slots, the same on
+// every PE. A row that one PE alone has goes directly from it to its slot on every PE. A row that several PEs have is
+// left by each of them in its own slot. The row's owner, one of them, fetches these sums, adds them up in rank order
+// and stores the result into the slot on every PE. This needs no room but the result's, and no atomics. With few rows,
+// all sums go to every PE at once instead, and each PE adds them up. (4) Each warp signals its counterparts on the
+// other PEs that its rows are stored, and waits for theirs.
 #pragma once
 
 #include <initializer_list>
@@ -22,13 +23,13 @@ namespace po::sparse_all_reduce {
 struct Config {
   DType scalar = DType::kFloat32;
   IndexType index = IndexType::kInt64;
-  bool gathers = false;  // every PE adds up itself
+  bool gathers = false;  // every PE adds up all sums itself
   int lanes = 32;        // of a group that has a row
   int bytes = 16;        // of an access
   int threads = 256;
   int blocks_per_sm = 2;
-  int hot_entries = 32;  // of a row on a PE, from which on all its warps share it
-  int pes = kPeStep;     // for which there is room
+  int hot_entries = 32;  // of a row on a PE: from so many on, all its warps share the row
+  int pes = kPeStep;     // a multiple of kPeStep, at least the team's size
 };
 
 template <Config kConfig>
@@ -40,7 +41,7 @@ struct Traits {
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
   static constexpr int kMostWarps = kWarpSize == 1 ? kMaxWarps : kThreads / kWarpSize;
-  // A lane has up to 16 values of a row under way; more would not stay in registers.
+  // A lane has up to 16 values of a row in flight; more would not stay in registers.
   static constexpr int kVectors =
       kConfig.lanes == 32 ? min_of(16 * static_cast<int>(sizeof(typename Scalar::Storage)) / kConfig.bytes, 4) : 1;
   using Chunk = RowChunk<Scalar, kConfig.lanes, kVectors, kConfig.bytes>;
@@ -56,7 +57,7 @@ inline constexpr int kNumPhases = 4;
 struct Report {
   uint64_t state;  // the host clears it before a launch; set last
   int64_t num_rows;
-  int64_t num_shares;             // rows of all PEs together, those that several have counted for each
+  int64_t num_shares;             // rows of all PEs together; a row that several PEs have counts for each
   uint64_t phase_ns[kNumPhases];  // when WG 0 began, knew all row sets, had the rows listed, was done
 };
 PO_DESCRIBE(Report, state, num_rows, num_shares, phase_ns)
@@ -72,15 +73,15 @@ struct Plan {
   uint64_t low_offset;       // in this PE's heap, or 0: room for low halves, [capacity][row_bytes]
   HotList* hot;
   Report* report;
-  int64_t splits_partials;   // this PE's sums of duplicates need more than their 16 bits
-  int64_t reports_overflow;  // as an error; otherwise the host asks for the count
+  int64_t splits_partials;   // this PE's sums of duplicates need more than the scalar's 16 bits
+  int64_t reports_overflow;  // reports a lack of room as an error; otherwise the host reads the count
   int64_t divisor;
   int64_t all_reachable;
 };
 PO_DESCRIBE(Plan, team, sets, row_bytes, capacity, progress_offset, num_workers, gather_offset, low_offset, hot, report,
             splits_partials, reports_overflow, divisor, all_reachable)
 
-// Of so many rows in the result, in front of the rows' numbers.
+// Bytes of the result's values for `capacity` rows; the rows' numbers follow.
 PO_FN constexpr uint64_t values_bytes(int64_t capacity, int64_t row_bytes) {
   return static_cast<uint64_t>(ceil_div<int64_t>(capacity * row_bytes, 8) * 8);
 }
@@ -88,11 +89,11 @@ PO_QUERY(values_bytes, (int64_t capacity, int64_t row_bytes), values_bytes(capac
 
 struct Call {
   const void* rows;      // ascending
-  const int64_t* order;  // which of the values belongs to an entry; null: the entry's own number
+  const int64_t* order;  // which value belongs to an entry; null: the value of the entry's own number
   const uint8_t* values;
   int64_t num_entries;
   uint64_t output_offset;
-  int64_t* rows_out;         // [capacity], or null: behind the values
+  int64_t* rows_out;         // [capacity], or null: they follow the values
   int64_t* num_rows_out;     // or null
   const int64_t* num_valid;  // null, or how many of the entries are valid
 };
@@ -104,7 +105,7 @@ struct Shared {
   UnionShared rows;
   typename RowExchange<Traits, Plan>::Shared exchange;
   uint64_t is_last;
-  uint64_t phase_ns[kNumPhases];  // of the report; what a thread releases would wait for a store to the host
+  uint64_t phase_ns[kNumPhases];  // copied to the report at the end: a release would wait for a store to the host
 };
 
 // ---- input ----------------------------------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ PO_CONSTANT(kBadCount)
 PO_CONSTANT(kTooManyRows)
 PO_CONSTANT(kNotAscending)
 
-// How many of the entries are valid.
+// The number of valid entries.
 PO_FN int64_t count_entries(const WorkGroup& wg, const Plan& plan, const Call& call) {
   if (call.num_valid == nullptr) return call.num_entries;
   const int64_t given = *call.num_valid;
@@ -126,11 +127,11 @@ PO_FN int64_t count_entries(const WorkGroup& wg, const Plan& plan, const Call& c
   return count;
 }
 
-// Of valid entries. They are sorted, so rows out of range are the first or the last ones.
+// Checks valid entries. They are sorted, so rows out of range are the first or the last ones.
 template <class Traits>
 PO_FN void check_entries(const WorkGroup& wg, const Plan& plan, const Call& call, int64_t count) {
   const auto* rows = static_cast<const typename Traits::Index*>(call.rows);
-  // Nobody has sorted them: a wrong promise must not become a wrong sum.
+  // The caller promises sorted entries. A broken promise must not become a wrong sum.
   const auto stride = static_cast<int64_t>(wg.count()) * wg.size();
   for (int64_t entry = 1 + static_cast<int64_t>(wg.index()) * wg.size() + wg.rank();
        call.order == nullptr && entry < count; entry += stride) {
@@ -170,13 +171,13 @@ struct Kernel {
     exchange(wg, shared, call, count_entries(wg, plan, call));
     mark(wg, shared, 3);
     // @rows-quiet
-    if (plan.all_reachable == 0) put_quiet(team);  // what was put from may be written again
+    if (plan.all_reachable == 0) put_quiet(team);  // the sources of puts may be written again
     leave_launch(team, wg, &shared.is_last, call.output_offset, static_cast<uint64_t>(plan.capacity * plan.row_bytes));
     if (wg.index() == 0 && wg.rank() == 0) tell_phases(shared);
   }
 
  private:
-  // Everything that a launch which is given up leaves out.
+  // The part of the work that a launch leaves out when it is given up.
   static PO_FN void exchange(const WorkGroup& wg, Shared& shared, const Call& call, int64_t num_entries) {
     const Plan& plan = shared.plan;
     const Team& team = plan.team;
@@ -196,7 +197,7 @@ struct Kernel {
     if (has_room) rows.list(listed);
     if (!rows.meet(kMeetListed)) return;
     mark(wg, shared, 2);
-    // A thread of the warp with the fewest rows: to release something to the host takes long.
+    // A thread of the warp with the fewest rows reports, since a release to the host takes long.
     const bool tells_host = wg.index() == wg.count() - 1 && wg.rank() == wg.size() - 1;
     if (tells_host) tell_host(plan, call, rows.num_union(), rows.num_shares());
     if (!has_room) return;
@@ -213,10 +214,10 @@ struct Kernel {
     Exchange(wg, plan, shared.exchange, entries, listed, rows.num_union(), rows.num_shares(), hot_entries).run();
   }
 
-  // Waits for every peer's credit and notes where its result is.
+  // Awaits every peer's credit and notes where its result is.
   static PO_FN bool find_outputs(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Team& team = shared.plan.team;
-    // Behind a launch that was given up: its peers may not be in this one.
+    // After a launch that was given up, its peers may not be in this launch.
     bool is_granted = wg.rank() != wg.size() - 1 || !is_aborted(team);
     for (int pe = wg.rank(); pe < team.size; pe += wg.size()) {
       if (pe != team.rank && !await_credit(team, pe)) is_granted = false;  // @rows-credit
@@ -238,7 +239,7 @@ struct Kernel {
     flag_store_release_sys(&plan.report->state, 1);
   }
 
-  // A phase of WG 0 begins, and, where the launch is given up in it, so do those behind it.
+  // Notes that a phase of WG 0 begins. The later phases begin with it, in case the launch is given up.
   static PO_FN void mark(const WorkGroup& wg, Shared& shared, int phase) {
     if (wg.index() != 0 || wg.rank() != 0) return;
     const uint64_t now = clock_ns();
