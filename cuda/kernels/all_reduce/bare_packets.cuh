@@ -1,13 +1,13 @@
-// Packets without flags: twice the data. A place is empty until its packet of this launch comes, and who has read it empties it
-// (cuda/DESIGN.md, "Packets").
+// Packets without flags: they carry twice the data. A place is empty until this launch's packet comes; the thread that
+// reads the packet empties the place (cuda/DESIGN.md, "Packets").
 #pragma once
 
 #include "comm/packets.cuh"
 
 namespace po::all_reduce {
 
-// What travels for 16 bytes of elements. Half a chunk of ones would look like an empty place: NaNs, of every type, for which
-// other NaNs travel.
+// The packet for 16 bytes of elements. Half a chunk of ones would look like an empty place. Such a half is NaNs, of
+// every type; other NaNs travel in their place.
 PO_FN BarePacket bare_packet_of(const Vector<16>& chunk) {
   BarePacket packet;
   __builtin_memcpy(&packet, &chunk, sizeof(packet));
@@ -18,20 +18,22 @@ PO_FN BarePacket bare_packet_of(const Vector<16>& chunk) {
   return packet;
 }
 
-// Where packets may lie, in equal distances.
+// Places of packets at equal distances.
 template <int kCount>
 struct BarePlaces {
   uint8_t* place;   // the first one
   uint64_t stride;  // bytes to the next one
-  // Says whose packets they are: those of a launch with another contract are not taken. Null: nobody else's can come.
+  // Names the launch of the packets: those of a launch with another contract are not taken. Null: no other launch's can
+  // come.
   const uint8_t* flag;
   uint64_t flag_stride;
-  int senders[kCount];  // -1: none is awaited
-  uint64_t index;       // of the first one, for the report
+  int senders[kCount];  // -1: no packet is awaited
+  uint64_t index;       // of the first packet, for the report
   uint64_t index_stride;
 };
 
-// Waits until a packet of this launch lies in each of the places where one is awaited, reads them and empties the places.
+// Waits until a packet of this launch lies in each place where one is awaited, reads the packets and empties the
+// places.
 template <int kCount>
 PO_FN bool take_bare_packets(const Team& team, Phase phase, const BarePlaces<kCount>& at, bool has_given_up,
                              BarePacket (&packets)[kCount]) {

@@ -1,8 +1,8 @@
-// What becomes of a block's sums: bias, residual, the one rounding, and the norm of the row that the block is a part of.
+// From a block's sums to its results: bias, residual, the one rounding, and the norm of the block's row.
 //
-// A row's blocks may be with many warps. Each leaves the sum of its block's squares as a packet in memory of this PE, and
-// whoever needs the row's takes them all and adds them up in the order of the blocks: rows need not belong to anybody, and for
-// the norm no two warps meet (kernels/all_reduce.md, row 5).
+// A row's blocks may be with many warps. Each warp leaves the sum of its block's squares as a packet in memory of this
+// PE. A warp that needs the row's sum takes all squares and adds them up in the order of the blocks. So rows need no
+// owner, and no two warps meet for the norm (kernels/all_reduce.md, row 5).
 #pragma once
 
 #include "comm/launch.cuh"
@@ -10,19 +10,19 @@
 
 namespace po::all_reduce {
 
-// How the elements meet.
+// How the elements of the PEs come together.
 enum class Algorithm { kOneShot, kTwoShot, kSlices };
 
-// One of the warps that reduce packets, each of which takes every `count`-th block, the same on every PE.
+// One of the warps that reduce packets. It takes every `count`-th block, the same on every PE.
 struct Worker {
   int number;
   int count;
 };
 
-// Blocks that a warp has under way side by side: what is loaded in turn waits for memory in turn.
+// Blocks of a warp that are in flight together: loads one after the other would wait for memory one after the other.
 template <int kCount>
 struct BlockBatch {
-  int numbers[kCount];  // -1: none
+  int numbers[kCount];  // -1: no block
 
   PO_FN int& operator[](int v) { return numbers[v]; }
   PO_FN int operator[](int v) const { return numbers[v]; }
@@ -46,7 +46,7 @@ class BlockOutput {
 
   // ---- sums ----------------------------------------------------------------------------------------------------------
 
-  // What is added to a chunk's sums.
+  // Values that are added to a chunk's sums.
   struct Addends {
     Chunk bias;
     Chunk residual;
@@ -59,7 +59,7 @@ class BlockOutput {
     return found;
   }
 
-  // Rounds the sum over the PEs and what is added to it; the same wherever it is done.
+  // Adds the addends to the sum over the PEs, and rounds; the same in every algorithm.
   PO_FN Chunk finished(float (&sums)[kElements], const Addends& addends) const {
     if (call_.bias != nullptr) Block::add_to(sums, addends.bias);
     if (call_.residual != nullptr) Block::add_to(sums, addends.residual);
@@ -80,8 +80,8 @@ class BlockOutput {
 
   // ---- the norm ------------------------------------------------------------------------------------------------------
 
-  // Of a block whose results are stored: its squares, for whoever norms a part of the row. `is_whole`: whether this lane's
-  // are what they should be. All lanes.
+  // Publishes the squares of a block whose results are stored, for the warps that norm a part of the row. `is_whole`:
+  // whether this lane's results are right. All lanes.
   PO_FN void tell_squares(int block, const Chunks& results, bool is_whole) {
     if constexpr (!Traits::kNorms) return;
     if (call_.weight == nullptr) return;
@@ -96,13 +96,13 @@ class BlockOutput {
     packet_store_sys(plan_.squares + block, packet);
   }
 
-  // Norms blocks whose results are in the output, or still in `held`, where all squares of their rows are there; with `waits`,
-  // when they are, and where they never come, poisons them. Returns false where they are left for later. All lanes.
+  // Norms the blocks whose rows have all squares; results are in the output, or still in `held`. With `waits` it waits
+  // for the squares, and poisons the blocks if they never come. Returns false if blocks are left for later. All lanes.
   template <int kCount>
   PO_FN bool norm(const BlockBatch<kCount>& blocks, bool waits, int held_block, const Chunks& held) {
     if constexpr (!Traits::kNorms) return true;
     if (call_.weight == nullptr) return true;
-    // On their way while the squares are. A lane reads what it has stored itself.
+    // The loads are in flight while the squares are awaited. A lane reads what it has stored itself.
     Chunks weights[kCount] = {};
     Chunks results[kCount] = {};
     PO_UNROLL
@@ -137,8 +137,8 @@ class BlockOutput {
   }
 
  private:
-  // 1 / sqrt(mean of the row's squares + eps) of each block's row, and whether all of its squares are there. Returns whether
-  // all are. All lanes.
+  // Computes 1 / sqrt(mean of the row's squares + eps) of each block's row, and whether all of the row's squares are
+  // there. Returns whether those of all rows are. All lanes.
   template <int kCount>
   PO_FN bool find_factors(const BlockBatch<kCount>& blocks, bool waits, float (&factors)[kCount],
                           bool (&is_there)[kCount]) {
@@ -219,7 +219,7 @@ class BlockOutput {
     fill_ones(call_.norm_output + at.element * bytes, at.count * bytes);
   }
 
-  // NaN in float8_e4m3fn too.
+  // Ones are NaN in float8_e4m3fn too.
   static PO_NOINLINE void fill_ones(uint8_t* target, int count) {
     PO_NO_UNROLL
     for (int i = 0; i < count; ++i) target[i] = 0xff;

@@ -1,8 +1,10 @@
-// The sum by packets: data that is itself seen to be there, so nobody waits for credit or for a fence.
+// The sum by packets. A packet needs no credit and no fence: the receiver sees from the packet itself that it has
+// arrived.
 //
-// One shot: a block's elements go to every PE, and each adds them up. Two shots: they go to the block's owner, which adds them
-// up and sends every PE the results. Packets lie at (parity of the epoch, sender, block); kernels/all_reduce.md, rows 1 and 2.
-// With a block's elements goes a flag, which says of which launch they are; results come only from who has met ours.
+// One shot: a block's elements go to every PE, and each PE adds them up. Two shots: they go to the block's owner, which
+// adds them up and sends every PE the results. Packets lie at (parity of the epoch, sender, block);
+// kernels/all_reduce.md, rows 1 and 2. A block's elements have a flag that names their launch. Results need none: they
+// come only from an owner that has seen this PE's.
 #pragma once
 
 #include "kernels/all_reduce/bare_packets.cuh"
@@ -11,7 +13,7 @@
 namespace po::all_reduce {
 
 inline constexpr Phase kPhaseSums = make_phase(kFirstPhase);
-// Who owes a result may itself wait for others: whose elements are missing should be told first.
+// A PE that owes a result may itself wait for others, so missing elements are reported first.
 inline constexpr Phase kPhaseResult = make_phase(kFirstPhase + 1, 9);
 PO_CONSTANT(kPhaseSums)
 PO_CONSTANT(kPhaseResult)
@@ -33,7 +35,7 @@ class PacketReduce {
   PO_FN PacketReduce(const Plan& plan, const Call& call, const Worker& worker, bool takes_part)
       : plan_(plan), team_(plan.team), call_(call), worker_(worker), takes_part_(takes_part), output_(plan, call) {}
 
-  // `held`: the elements of this warp's first block. `serve`: called when all is sent.
+  // `held`: the elements of this warp's first block. `serve`: called after everything is sent.
   template <class Serve>
   PO_FN void run(const Chunks& held, const Serve& serve) {
     const auto is_sent = [&](int block) { return !kTwoShot || !is_own(block); };
@@ -51,7 +53,7 @@ class PacketReduce {
   }
 
  private:
-  // use(blocks) for those of this warp's blocks that are wanted, so many at a time.
+  // Calls use(blocks) for the wanted ones of this warp's blocks, kCount at a time.
   template <int kCount, class Wants, class Use>
   PO_FN void for_each_batch(const Wants& wants, const Use& use) const {
     if constexpr (kCount == 1) {
@@ -87,11 +89,11 @@ class PacketReduce {
   PO_FN bool is_own(int block) const { return owner_of(block) == team_.rank; }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
 
-  // Of a block among those of all senders that are added up at the same PE.
+  // Number of a block's place among those of all senders that are added up at the same PE.
   PO_FN int64_t sums_number(int sender, int block) const {
     return sender * plan_.blocks_per_adder + (kTwoShot ? block / plan_.size : block);
   }
-  // Of a block's packets, in every heap.
+  // Offset of a block's packets, the same in every heap.
   PO_FN uint64_t sums_offset(int sender, int block) const {
     // @sums-areas
     return plan_.sums_offset + parity() * plan_.sums_bytes +
@@ -107,7 +109,7 @@ class PacketReduce {
   }
   PO_FN uint64_t parity() const { return team_.epoch % 2; }
 
-  // A place of packets in every heap, and of this PE's copy, from which they are put to PEs that are not reachable.
+  // A place of packets in every heap, and in this PE's copy, from which packets are put to PEs that are not reachable.
   struct Places {
     uint64_t offset;
     uint64_t copy_offset;
@@ -120,7 +122,7 @@ class PacketReduce {
     return plan_.copies_offset + static_cast<uint64_t>(number) * kBlockBytes;
   }
 
-  // A lane's packets lie as its chunks do: a store of a warp fills lines.
+  // A lane's packets lie as its chunks do, so that a warp's stores fill lines.
   PO_FN uint64_t chunk_offset(int i) const {
     return static_cast<uint64_t>(Block::chunk_of(warp_, i)) * sizeof(BarePacket);
   }
@@ -133,7 +135,7 @@ class PacketReduce {
   }
   PO_FN uint64_t copy_of(const Places& places) const { return plan_.heaps[team_.rank] + places.copy_offset; }
 
-  // Blocks are put whole: where this launch sends nothing, nothing of an older one may go.
+  // Puts send whole blocks. Where this launch sends nothing, no packet of an older launch may leave.
   PO_FN void send_none(const Places& places, int i) const {
     if (plan_.all_reachable != 0) return;
     bare_packet_empty_sys(reinterpret_cast<BarePacket*>(copy_of(places) + chunk_offset(i)));  // @none-is-put
@@ -175,7 +177,7 @@ class PacketReduce {
     put(places, block, flag, [&](int pe) { return !kTwoShot || pe == owner_of(block); });
   }
 
-  // Of this PE's elements of a block.
+  // Calls `use` with this PE's elements of a block.
   template <class Use>
   PO_FN void for_each_adder(int block, const Use& use) const {
     if constexpr (kTwoShot) {
@@ -185,7 +187,7 @@ class PacketReduce {
     }
   }
 
-  // The next PE first.
+  // The next PE comes first.
   template <class Use>
   PO_FN void for_each_peer(const Use& use) const {
     PO_NO_UNROLL
@@ -195,10 +197,10 @@ class PacketReduce {
     }
   }
 
-  // Puts a block's packets, and their flag if they have one, to the PEs that are not reachable and wanted. All lanes.
+  // Puts a block's packets, and their flag if they have one, to the wanted PEs that are not reachable. All lanes.
   template <class Wants>
   PO_FN void put(const Places& places, int ready_index, uint64_t flag, const Wants& wants) const {
-    fence_acq_rel_sys();  // each lane's packets are out for the network
+    fence_acq_rel_sys();  // publishes each lane's packets to the network
     warp_.sync();         // @packets-of-lanes
     if (warp_.rank() != 0) return;
     for_each_peer([&](int pe) {
@@ -210,7 +212,7 @@ class PacketReduce {
 
   // ---- waiting -------------------------------------------------------------------------------------------------------
 
-  // A staged packet is read only behind its word: the network may still be writing it.
+  // A staged packet is read only after its word has come: the network may still be writing the packet.
   PO_FN bool is_announced(int sender, Phase phase, int block, int ready_index) const {
     if (is_near(sender)) return true;  // @packets-behind-word
     const uint64_t* word = local_word(team_, ready_word_offset(team_, sender, static_cast<uint64_t>(ready_index)));
@@ -232,7 +234,8 @@ class PacketReduce {
 
   // ---- receiving -----------------------------------------------------------------------------------------------------
 
-  // Adds up a block in rank order and finishes it; as its owner, tells the others. `own`: this PE's elements.
+  // Adds up a block in rank order and finishes it; as the block's owner, sends the results to the others. `own`: this
+  // PE's elements.
   PO_FN void reduce(int block, const Chunks& own) {
     const TaskTrace trace(kTwoShot);
     bool is_whole = true;
@@ -241,9 +244,9 @@ class PacketReduce {
       const ChunkPlace at = output_.place(block, i);
       if (kTwoShot && takes_part_) send_none(results_places(block), i);
       if (at.count == 0) continue;
-      const auto addends = output_.addends(at);  // on their way while the packets are
+      const auto addends = output_.addends(at);  // loaded while the packets are awaited
       float sums[Block::kElements];
-      // Behind an aborted launch anything may lie there.
+      // After an aborted launch anything may lie there.
       if (!takes_part_ || !are_announced(block) || !add_up(block, i, own[i], sums)) {
         has_given_up_ = true;
         is_whole = false;
@@ -257,7 +260,7 @@ class PacketReduce {
       }
       output_.store(at, results_[i]);
     }
-    // Where chunks failed nothing is put, as nothing lies there.
+    // If chunks failed nothing is put, since their places hold nothing.
     if (kTwoShot && takes_part_ && plan_.all_reachable == 0) {  // @put-takes-part
       put(results_places(block), call_.rows.num_blocks + block, 0, [](int) { return true; });
     }
@@ -268,10 +271,10 @@ class PacketReduce {
   PO_FN bool add_up(int block, int i, const Chunk& own, float (&sums)[Block::kElements]) const {
     constexpr int kBatch = Traits::kSendersAtOnce;
     PO_UNROLL
-    for (float& sum : sums) sum = -0.0f;  // changes nothing that is added to it, not even a zero's sign
+    for (float& sum : sums) sum = -0.0f;  // -0.0 changes nothing added to it, not even a zero's sign
     const uint64_t stride = sums_offset(1, 0) - sums_offset(0, 0);
     const uint64_t flag_stride = flag_offset(1, 0) - flag_offset(0, 0);
-    const Chunk sent = chunk_of(bare_packet_of(own));  // what the others have of it
+    const Chunk sent = chunk_of(bare_packet_of(own));  // the elements as the other PEs receive them
     PO_NO_UNROLL
     for (int first = 0; first < team_.size; first += kBatch) {
       BarePlaces<kBatch> at = {team_.heap + sums_offset(first, block) + chunk_offset(i),
@@ -295,14 +298,14 @@ class PacketReduce {
     return true;
   }
 
-  // Takes the results that the blocks' owners sent.
+  // Takes the results that the blocks' owners have sent.
   PO_FN void take(const Batch& blocks) {
     const TaskTrace trace(false);
     Chunks results[kVectors] = {};
     bool is_whole = true;
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
-      const auto stride = static_cast<uint64_t>(blocks[kVectors - 1] - blocks[0]);  // if there is a second one
+      const auto stride = static_cast<uint64_t>(blocks[kVectors - 1] - blocks[0]);  // to the second block, if any
       BarePlaces<kVectors> from = {team_.heap + results_offset(blocks[0]) + chunk_offset(i),
                                    stride * kBlockBytes,
                                    nullptr,
@@ -353,9 +356,9 @@ class PacketReduce {
   const bool takes_part_;
   Output output_;
   const Warp warp_{};
-  Chunks results_ = {};        // of the last block that was finished
-  int last_ = -1;              // which one that was
-  bool has_given_up_ = false;  // of this thread: what is not there at its first look will not come
+  Chunks results_ = {};        // of the last finished block
+  int last_ = -1;              // the number of that block
+  bool has_given_up_ = false;  // of this thread: packets that are not there at its first look will not come
 };
 
 }  // namespace po::all_reduce

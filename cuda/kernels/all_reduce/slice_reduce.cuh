@@ -1,9 +1,10 @@
-// The sum by slices, for what is bound by the links: elements without flags beside them, each once to its owner and back.
+// The sum by slices, for tensors whose time is that of the links: elements travel without flags, once to their owner
+// and back.
 //
-// A slice is a WG's: kVectors blocks of each of its warps. A step has a slice for each owner. WGs of the same number, one on
-// each PE, work in turns: in turn t they have the elements of step t sent, those of step t - 1 added up, and the results of step
-// t - 2 taken. One word per peer ends a turn for all three, and the next turn begins when all peers' words have come. Places
-// alternate between even and odd steps (kernels/all_reduce.md, rows 3 and 4).
+// A slice is a WG's: kVectors blocks of each of its warps. A step has a slice for each owner. WGs of the same number,
+// one on each PE, work in turns. In turn t they send the elements of step t, add up those of step t - 1, and take the
+// results of step t - 2. One word per peer ends a turn for all three, and the next turn begins when all peers' words
+// have come. Places alternate between even and odd steps (kernels/all_reduce.md, rows 3 and 4).
 #pragma once
 
 #include "comm/launch.cuh"
@@ -12,9 +13,9 @@
 namespace po::all_reduce {
 
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 2);
-inline constexpr int kMaxSteps = (1 << kEpochShift) - 2;  // of a launch: turns are counted below the epoch
-inline constexpr int kMaxSliceWgs = 1024;                 // their words keep their places, whatever the launch
-inline constexpr int kStepsUnderWay = 2;                  // each with places of its own
+inline constexpr int kMaxSteps = (1 << kEpochShift) - 2;  // of a launch: turns are counted in the bits below the epoch
+inline constexpr int kMaxSliceWgs = 1024;                 // the WGs' words have fixed places in every launch
+inline constexpr int kStepsUnderWay = 2;                  // steps in flight, each with places of its own
 PO_CONSTANT(kPhaseSlice)
 PO_CONSTANT(kStepsUnderWay)
 PO_CONSTANT(kMaxSteps)
@@ -30,7 +31,7 @@ class SliceReduce {
   static constexpr int kLaneChunks = Block::kLaneChunks;
   static constexpr int kVectors = Traits::kVectors;
 
-  // `is_missing`: in shared memory.
+  // `is_missing` is in shared memory.
   PO_FN SliceReduce(const Plan& plan, const Call& call, const WorkGroup& wg, bool takes_part, uint64_t* is_missing)
       : plan_(plan),
         team_(plan.team),
@@ -42,17 +43,17 @@ class SliceReduce {
 
   PO_FN void run() {
     const int steps = num_steps();
-    const int last_turn = steps == 0 ? 0 : steps + 1;  // without a step: only the peers' credit
+    const int last_turn = steps == 0 ? 0 : steps + 1;  // without steps: turn 0 alone, which awaits the peers' credit
     PO_NO_UNROLL
     for (int turn = 0; turn <= last_turn; ++turn) {
       await_turn(turn);                                   // @turn-await
       if (turn >= 2) take(turn - 2);                      // @turn-take
       if (turn >= 1 && turn <= steps) reduce(turn - 1);   // @turn-reduce
       if (turn < steps) send(turn);                       // @turn-send
-      if (plan_.all_reachable == 0) fence_acq_rel_sys();  // each thread's stores are out for the network
+      if (plan_.all_reachable == 0) fence_acq_rel_sys();  // publishes each thread's stores to the network
       wg_.sync();                                         // @turn-done
       if (turn < last_turn) tell(turn);
-      // Most rows are whole a turn later.
+      // Most rows are whole one turn after their results were taken.
       if (Traits::kNorms && turn >= 3) norm_through(turn - 3, false);
     }
     if constexpr (Traits::kNorms) norm_through(steps - 1, true);
@@ -67,13 +68,13 @@ class SliceReduce {
   }
   PO_FN int first_block(int step, int owner) const { return first_block(step, owner, wg_.warp_index()); }
 
-  // In which this WG has blocks.
+  // Number of steps in which this WG has blocks.
   PO_FN int num_steps() const {
     const int per_step = wg_.count() * team_.size * blocks_per_slice();
     return ceil_div(max_of(call_.rows.num_blocks - first_block(0, 0, 0), 0), per_step);
   }
 
-  // This warp's blocks of a slice.
+  // Number of this warp's blocks in a slice.
   PO_FN int num_blocks(int step, int owner) const {
     return max_of(min_of(kVectors, call_.rows.num_blocks - first_block(step, owner)), 0);
   }
@@ -81,12 +82,13 @@ class SliceReduce {
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
   PO_FN uint64_t slice_bytes() const { return static_cast<uint64_t>(blocks_per_slice()) * kBlockBytes; }
 
-  // Of this WG's slice of a step with a PE, in every heap: what a sender, or an owner, stores there; what is put to an owner.
+  // Offset, in every heap, of this WG's slice of a step with a PE: where the sender or the owner stores, or the source
+  // of a put.
   PO_FN uint64_t place(uint64_t area, int step, int pe) const {
     const int alternate = step % kStepsUnderWay;  // @slices-alternate
     return area + static_cast<uint64_t>((alternate * team_.size + pe) * wg_.count() + wg_.index()) * slice_bytes();
   }
-  // Of the turns of a PE's WG.
+  // Offset of the word that counts turns of a PE's WG.
   PO_FN uint64_t word(int pe) const {
     return plan_.turns_offset + static_cast<uint64_t>(pe * kMaxSliceWgs + wg_.index()) * sizeof(uint64_t);
   }
@@ -95,7 +97,7 @@ class SliceReduce {
            Block::chunk_of(warp_, i);
   }
 
-  // use(v, i, place) for this lane's chunks of a slice.
+  // Calls use(v, i, place) for this lane's chunks of a slice.
   template <class Use>
   PO_FN void for_each_chunk(int step, int owner, const Use& use) const {
     const int first = first_block(step, owner);
@@ -116,7 +118,7 @@ class SliceReduce {
     Chunks blocks[kVectors];
   };
 
-  // Loads a slice for each peer with `load(pe, v, i, place)`, a few peers' at a time, and hands them to use(pe, slice).
+  // Loads a slice for each peer with `load(pe, v, i, place)`, a few peers at a time, and passes them to use(pe, slice).
   template <class Load, class Use>
   PO_FN void for_each_peer(int step, const Load& load, const Use& use) const {
     constexpr int kBatch = Traits::kSendersAtOnce;
@@ -143,7 +145,8 @@ class SliceReduce {
 
   // ---- turns ---------------------------------------------------------------------------------------------------------
 
-  // Returns when all peers have ended the turn before; ahead of the first one, the launch before, under the same contract.
+  // Returns when all peers have ended the previous turn. Before the first turn: the previous launch, with the same
+  // contract.
   PO_FN void await_turn(int turn) {
     if (!has_given_up_ && wg_.warp_index() == 0) {
       bool all = true;
@@ -153,7 +156,7 @@ class SliceReduce {
       const int num_there = warp_.count(all);
       if (warp_.rank() == 0) *is_missing_ = num_there == warp_.size() ? 0 : 1;
     }
-    wg_.sync();  // @turn-begins: what a lane has acquired is there for all
+    wg_.sync();  // @turn-begins: hands what a lane has acquired to all threads
     has_given_up_ = has_given_up_ || *is_missing_ != 0;
   }
 
@@ -163,8 +166,8 @@ class SliceReduce {
     return await_step(team_, ended, static_cast<uint64_t>(turn), kPhaseSlice, pe, static_cast<uint64_t>(wg_.index()));
   }
 
-  // Tells the peers that this WG has ended a turn: its stores are in their places, and what lay in its own has been read. To
-  // peers that are not reachable puts the turn's slices first. Behind a sync of the WG.
+  // Signals the peers that this WG has ended a turn: its stores are in their places, and it has read what lay in its
+  // own places. Puts the turn's slices to unreachable peers first. Called after a sync of the WG.
   PO_FN void tell(int turn) const {
     if (has_given_up_ || wg_.warp_index() != 0) return;
     const uint64_t value = flag_value(team_.epoch, static_cast<uint64_t>(turn) + 1);
@@ -189,14 +192,14 @@ class SliceReduce {
 
   // ---- a step --------------------------------------------------------------------------------------------------------
 
-  // This PE's elements to their owners.
+  // Sends this PE's elements to their owners.
   PO_FN void send(int step) const {
     if (has_given_up_) return;
     const TaskTrace trace(true);
     for_each_peer(
         step, [&](int, int, int, const ChunkPlace& at) { return Block::load(call_.x, at.element, at.count); },
         [&](int pe, const Slice& slice) {
-          // What goes to a PE that is not reachable is put from this PE's own memory.
+          // Elements for a PE that is not reachable are put from this PE's own memory.
           const bool is_stored = is_near(pe);
           const uint64_t offset =
               is_stored ? place(plan_.slices_offset, step, team_.rank) : place(plan_.staging_offset, step, pe);
@@ -206,11 +209,11 @@ class SliceReduce {
         });
   }
 
-  // All PEs' elements of the own slice become results, on every PE.
+  // Adds up all PEs' elements of the own slice, and sends the results to every PE.
   PO_FN void reduce(int step) {
     if (has_given_up_) return poison(step, team_.rank);
     const TaskTrace trace(true);
-    // All vectors side by side: what is loaded in turn waits for memory in turn.
+    // All vectors together: loads one after the other would wait for memory one after the other.
     typename Output::Addends addends[kVectors][kLaneChunks];
     for_each_chunk(step, team_.rank, [&](int v, int i, const ChunkPlace& at) { addends[v][i] = output_.addends(at); });
     float sums[kVectors][kLaneChunks][Block::kElements];
@@ -229,7 +232,7 @@ class SliceReduce {
     tell_squares(step, team_.rank, results);
   }
 
-  // In rank order, this PE's in its turn.
+  // Adds in rank order; this PE's elements come at its rank.
   PO_FN void add_up(int step, float (&sums)[kVectors][kLaneChunks][Block::kElements]) const {
     constexpr int kBatch = Traits::kSendersAtOnce;
     PO_UNROLL
@@ -237,7 +240,7 @@ class SliceReduce {
       PO_UNROLL
       for (int i = 0; i < kLaneChunks; ++i) {
         PO_UNROLL
-        for (float& sum : sums[v][i]) sum = -0.0f;  // changes nothing that is added to it, not even a zero's sign
+        for (float& sum : sums[v][i]) sum = -0.0f;  // -0.0 changes nothing added to it, not even a zero's sign
       }
     }
     PO_NO_UNROLL
@@ -263,7 +266,7 @@ class SliceReduce {
     }
   }
 
-  // The other owners' results.
+  // Takes the other owners' results.
   PO_FN void take(int step) {
     if (has_given_up_) {
       for (int hops = 1; hops < team_.size; ++hops) poison(step, behind(hops));
@@ -294,8 +297,8 @@ class SliceReduce {
     for_each_chunk(step, owner, [&](int, int, const ChunkPlace& at) { output_.poison(at); });
   }
 
-  // Norms what is left of the steps up to one. With `waits` all of it, else what needs no waiting: another WG may have to come
-  // to its next turn first, and its peers wait for it there.
+  // Norms the remaining rows of the steps up to `last_step`. With `waits` it norms all of them; otherwise only rows
+  // that need no waiting. Another WG may have to come to its next turn first, and its peers wait for it there.
   PO_FN void norm_through(int last_step, bool waits) {
     for (; norm_step_ <= last_step; ++norm_step_) {
       for (; norm_owner_ < team_.size; ++norm_owner_) {
@@ -315,10 +318,10 @@ class SliceReduce {
   const WorkGroup& wg_;
   Output output_;
   const Warp warp_{};
-  uint64_t* is_missing_;  // written by the first warp, ahead of a turn's first sync, and read behind it
-  int norm_step_ = 0;     // the next blocks to be normed: of this step, this owner's
+  uint64_t* is_missing_;  // written by the first warp before a turn's first sync, and read after it
+  int norm_step_ = 0;     // the next blocks to norm: of this step, of this owner
   int norm_owner_ = 0;
-  bool has_given_up_;  // the same in all threads: nothing is sent or taken any more
+  bool has_given_up_;  // the same in all threads: this WG sends and takes nothing any more
 };
 
 }  // namespace po::all_reduce

@@ -1,7 +1,8 @@
-// How a WG's shared memory is divided, in numbers that the host needs before there is a kernel: it chooses how deep the ring is
-// and whether the vectors stay.
+// How a WG's shared memory is divided. The host needs these numbers before there is a kernel: it chooses the depth of
+// the ring, and whether the vectors stay.
 //
-// The ring of the weights, then the vectors, or a ring for them too, then the warps' parts of the sums under way.
+// The arena holds the ring of the weights, then the vectors or a ring for them, then the warps' parts of the sums in
+// flight.
 #pragma once
 
 #include "platform/describe.cuh"
@@ -10,19 +11,19 @@
 namespace po::gemv_all_reduce {
 
 inline constexpr int kMaxRows = 65536;      // of one launch
-inline constexpr int kServingWarps = 2;     // of a WG, that send
+inline constexpr int kServingWarps = 2;     // of a WG: they send
 inline constexpr int kMostStepsAtOnce = 2;  // that a warp multiplies
 PO_CONSTANT(kMaxRows)
 PO_CONSTANT(kServingWarps)
 PO_CONSTANT(kMostStepsAtOnce)
 
-// The most that a WG has beside its arena.
+// Upper bound of a WG's shared memory outside of its arena.
 PO_FN constexpr int64_t static_bytes(int64_t pes) { return 1024 + pes * static_cast<int64_t>(sizeof(uint64_t)); }
 
-// Tiles of a WG that may be under way in shared memory.
+// Tiles of a WG that may be in flight in shared memory.
 PO_FN constexpr int slots_of(int vectors) { return vectors == 1 ? 8 : 4; }
 
-// Whether two launches find room on an SM; more vectors take too many registers.
+// Whether two launches find room on one SM. Several vectors take too many registers, unless weights are prefetched.
 PO_FN constexpr bool shares_sm(int vectors, bool prefetches) { return vectors == 1 || (prefetches && vectors <= 8); }
 
 PO_FN constexpr int64_t ring_step_bytes(int64_t warps) { return warps * 2 * kLanesOfGpu * 16; }

@@ -1,10 +1,11 @@
-// The sums of the PEs' tiles meet: packets that carry data and flag together, from every PE to those that want a tile.
+// The PEs' sums of tiles meet here, as packets that carry data and flag together, from every PE to those that want a
+// tile.
 //
-// One shot: a tile's sums go to every PE, and each adds them up. Two shots: they go to the tile's owner, which adds them
-// up and sends every PE the rounded results. Sums are added in rank order. Packets lie at (parity of the epoch, sender,
-// tile), so a packet is there when its flag is, and nobody waits for credit (cuda/DESIGN.md, rows 14 and 15, which also
-// says why no packet is overwritten unread). What goes to a PE that is not reachable is put from this PE's own copy, and
-// a sliceRdy word says that it has come.
+// One shot: a tile's sums go to every PE, and each PE adds them up. Two shots: they go to the tile's owner, which adds
+// them up and sends every PE the rounded results. Sums are added in rank order. Packets lie at (parity of the epoch,
+// sender, tile). A packet has arrived when its flag has, so no thread waits for credit (cuda/DESIGN.md, rows 14 and 15,
+// which also says why no packet is overwritten unread). Packets for a PE that is not reachable are put from this PE's
+// own copy, and a sliceRdy word announces them.
 #pragma once
 
 #include "comm/packets.cuh"
@@ -14,12 +15,12 @@
 namespace po::gemv_all_reduce {
 
 inline constexpr Phase kPhasePartial = make_phase(kFirstPhase);
-// Who owes a result may itself wait for sums: whose are missing should be told first.
+// A PE that owes a result may itself wait for sums, so missing sums are reported first.
 inline constexpr Phase kPhaseResult = make_phase(kFirstPhase + 1, 9);
 PO_CONSTANT(kPhasePartial)
 PO_CONSTANT(kPhaseResult)
 
-// A part of the plan. Offsets are in every PE's heap.
+// A part of the plan. Offsets are the same in every PE's heap.
 struct PacketPlan {
   uint64_t partials_offset;  // Packet[2 parities][size senders][num_tiles][...]
   uint64_t partials_bytes;   // of one parity
@@ -37,10 +38,10 @@ class PacketExchange {
   using Results = typename Output::Results;
 
   struct Shared {
-    uint64_t takes_part;  // 0: this launch is behind an aborted one
+    uint64_t takes_part;  // 0: an earlier launch was aborted, so this one takes part in nothing
   };
 
-  // `heaps`: Team.peer_heaps, within reach.
+  // `heaps`: Team.peer_heaps; null where not reachable.
   PO_FN PacketExchange(const WorkGroup& wg, const Shared& shared, const Team& team, const PacketPlan& plan,
                        const uint64_t* heaps, const RowTiles& tiles, const Output& output, const Call& call)
       : wg_(wg),
@@ -54,12 +55,12 @@ class PacketExchange {
 
   PO_FN bool has_peers() const { return team_.size != 1; }
 
-  // What a warp that will send a tile can know before there are sums.
+  // What a warp that will send a tile computes before the sums are there.
   struct Outgoing {
     int tile;
     uint64_t offset;                   // of the tile's packets
-    Packet* place;                     // where this lane's packet goes, if each lane has at most one
-    typename Output::Addends addends;  // of this lane's item, in a world of one
+    Packet* place;                     // of this lane's packet, if each lane has at most one
+    typename Output::Addends addends;  // for this lane's item, in a world of one
   };
 
   PO_FN Outgoing prepare(int tile, const Warp& warp) const {
@@ -92,7 +93,7 @@ class PacketExchange {
       }
     }
     if (plan_.all_reachable != 0) return;
-    fence_acq_rel_sys();  // each lane's packets are out for the network
+    fence_acq_rel_sys();  // publishes each lane's packets to the network
     warp.sync();
     if (warp.rank() == 0) {
       PO_NO_UNROLL
@@ -103,8 +104,8 @@ class PacketExchange {
     }
   }
 
-  // Waits for what peers send of this WG's tiles, and finishes them. All threads, when they know the epoch; none waits for
-  // another one of the WG, except where results must be put.
+  // Waits for the peers' packets of this WG's tiles, and finishes the tiles. All threads, once they know the epoch. No
+  // thread waits for another one of the WG, except before results are put.
   PO_FN void receive() {
     const int num_own = Traits::kTwoShot ? tiles_.num_own() : tiles_.count;
     const int num_others = tiles_.count - num_own;
@@ -114,7 +115,7 @@ class PacketExchange {
     }
     if constexpr (Traits::kTwoShot) {
       if (plan_.all_reachable == 0) put_results(num_others);
-      // From the other end of the WG: its first threads may still be at the items above.
+      // Starts from the other end of the WG, since its first threads may still be at the items above.
       for (int i = wg_.size() - 1 - wg_.rank(); i < num_others * items_per_tile(); i += wg_.size()) {
         take_result(tiles_.tile_at(i / items_per_tile()), i % items_per_tile());
       }
@@ -133,7 +134,7 @@ class PacketExchange {
   PO_FN uint64_t flag() const { return packet_flag(team_); }
   PO_FN bool is_near(int pe) const { return heaps_[pe] != 0; }
 
-  // Places of a tile's packets, as offsets in every heap.
+  // Places of a tile's packets, as offsets that are the same in every heap.
   PO_FN uint64_t partial_offset(int sender, int tile) const {
     const int64_t first = (sender * output_.num_tiles() + tile) * packets_per_tile();
     return plan_.partials_offset + parity() * plan_.partials_bytes + static_cast<uint64_t>(first) * sizeof(Packet);
@@ -145,7 +146,7 @@ class PacketExchange {
   }
   PO_FN Packet* packet_at(int pe, uint64_t offset) const { return reinterpret_cast<Packet*>(heaps_[pe] + offset); }
 
-  // From this PE's own copy.
+  // Puts packets from this PE's own copy.
   PO_FN void put(int pe, uint64_t offset, int count, int ready_index) const {
     put_packets(team_, pe, offset, team_.heap + offset, count, ready_index);
   }
@@ -154,7 +155,8 @@ class PacketExchange {
 
   // ---- sums: from this PE to who adds them up ------------------------------------------------------------------------
 
-  // Who gets this PE's sums of a tile: its owner, or all PEs, the next one first and this one last.
+  // The receiver of this PE's sums of a tile: the tile's owner, or each PE in turn, the next one first and this one
+  // last.
   PO_FN int receiver(int tile, int hop) const {
     if constexpr (Traits::kTwoShot) return tiles_.owner_of(tile);
     const int pe = team_.rank + 1 + hop;
@@ -163,7 +165,7 @@ class PacketExchange {
 
   PO_FN int num_receivers() const { return Traits::kTwoShot ? 1 : team_.size; }
 
-  // What goes to a PE that is not reachable is put from this PE's own copy; in one shot this PE is a receiver itself.
+  // Sums for a PE that is not reachable are put from this PE's own copy. In one shot this PE is a receiver itself.
   PO_FN bool sends_to(int pe) const { return Traits::kTwoShot || is_near(pe); }
 
   PO_FN bool has_packet_per_lane(const Warp& warp) const { return packets_per_tile() * num_receivers() <= warp.size(); }
@@ -204,7 +206,7 @@ class PacketExchange {
 
   // ---- waiting -------------------------------------------------------------------------------------------------------
 
-  // A staged packet is read only behind its word: the network may still be writing it.
+  // A staged packet is read only after its word has come: the network may still be writing the packet.
   PO_FN bool is_announced(int sender, Phase phase, int tile, int ready_index) const {
     if (is_near(sender)) return true;  // @staged-behind-word
     const uint64_t* word = local_word(team_, ready_word_offset(team_, sender, static_cast<uint64_t>(ready_index)));
@@ -219,12 +221,12 @@ class PacketExchange {
     return all;
   }
 
-  // Waits until packets of this launch lie at `place` and every `stride` bytes behind it, one row of each of `count` senders, and
-  // reads them. What this PE sent to itself comes without a bound (`await`).
+  // Waits until packets of this launch lie at `place` and every `stride` bytes after it, one row from each of `count`
+  // senders, and reads them. Packets that this PE sent to itself are awaited without a bound (`await`).
   template <int kRow, int kSenders>
   PO_FN bool take(const uint8_t* place, uint64_t stride, Phase phase, int first_sender, int count, int tile,
                   Packet (&packets)[kSenders][kRow]) const {
-    const int own = team_.rank - first_sender;  // senders are known by constants: their ranks would fill registers
+    const int own = team_.rank - first_sender;  // constants name the senders: their ranks would fill registers
     int missing = team_.rank;
     const auto look = [&](uint64_t* seen) {
       const uint8_t* base = derived_anew(place);
@@ -261,15 +263,16 @@ class PacketExchange {
 
   // ---- own tiles: all PEs' sums become results -----------------------------------------------------------------------
 
-  // Waits for what all PEs sent of an item, adds it up in rank order, and finishes it; as its owner, tells the others.
+  // Waits for all PEs' sums of an item, adds them up in rank order, and finishes the item; as its owner, sends the
+  // results.
   PO_FN void reduce_item(int tile, int item) {
     constexpr int kBatch = Traits::kSendersAtOnce;
-    const auto addends = output_.addends(tile, item);  // on their way while the packets are
+    const auto addends = output_.addends(tile, item);  // loaded while the packets are awaited
     if (!are_announced(tile)) return give_up(tile, item);
     const uint64_t stride = partial_offset(1, 0) - partial_offset(0, 0);
     float sums[Traits::kItem];
     PO_UNROLL
-    for (float& sum : sums) sum = -0.0f;  // changes nothing that is added to it, not even a zero's sign
+    for (float& sum : sums) sum = -0.0f;  // -0.0 changes nothing added to it, not even a zero's sign
     PO_NO_UNROLL
     for (int first = 0; first < team_.size; first += kBatch) {
       const int count = min_of(kBatch, team_.size - first);
@@ -308,10 +311,10 @@ class PacketExchange {
     }
   }
 
-  // Sends the results of the own tiles to the peers that are not reachable. All threads, behind their items. Where items
-  // failed, older packets lie in their places: they are sent, and as their flags are older nobody takes them.
+  // Sends the results of the own tiles to the peers that are not reachable. All threads, after their items. If items
+  // failed, older packets lie in their places. They are sent too, and no PE takes them, since their flags are older.
   PO_FN void put_results(int num_others) const {
-    fence_acq_rel_sys();                                     // each thread's packets are out for the network
+    fence_acq_rel_sys();                                     // publishes each thread's packets to the network
     wg_.sync();                                              // @results-sync
     if (wg_.rank() != 0 || shared_.takes_part == 0) return;  // @results-take-part
     for (int position = num_others; position < tiles_.count; ++position) {
@@ -325,7 +328,7 @@ class PacketExchange {
 
   // ---- others' tiles: their results ----------------------------------------------------------------------------------
 
-  // Takes the result that a tile's owner sent.
+  // Takes the result that a tile's owner has sent.
   PO_FN void take_result(int tile, int item) {
     const int owner = tiles_.owner_of(tile);
     const Packet* place = packet_at(team_.rank, result_offset(tile, item));
@@ -346,7 +349,7 @@ class PacketExchange {
   const RowTiles tiles_;
   const Output output_;
   const Call& call_;
-  bool has_given_up_ = false;  // of this thread: what is not there at its first look will not come
+  bool has_given_up_ = false;  // of this thread: packets that are not there at its first look will not come
 };
 
 }  // namespace po::gemv_all_reduce

@@ -1,4 +1,4 @@
-// What becomes of a tile's sums: bias, residual, the one rounding, and the place of each element in the output.
+// From a tile's sums to its results: bias, residual, the one rounding, and the place of each element in the output.
 //
 // An item is what one thread finishes: kItem rows of one vector.
 #pragma once
@@ -11,7 +11,7 @@ namespace po::gemv_all_reduce {
 // A part of the plan.
 struct OutputPlan {
   int64_t num_tiles;  // of this launch's rows
-  int64_t stride;     // elements from one vector of the output, or the residual, to the next
+  int64_t stride;     // elements from one vector of the output (or residual) to the next
 };
 PO_DESCRIBE(OutputPlan, num_tiles, stride)
 
@@ -25,7 +25,7 @@ class TileOutput {
   PO_FN TileOutput(const OutputPlan& plan, const Call& call) : plan_(plan), call_(call) {}
   PO_FN int64_t num_tiles() const { return plan_.num_tiles; }
 
-  // What is added to an item's sums.
+  // Values that are added to an item's sums.
   struct Addends {
     Storage bias[Traits::kItem];
     Storage residual[Traits::kItem];
@@ -54,7 +54,7 @@ class TileOutput {
     });
   }
 
-  // Stores what the owner of the tile has finished.
+  // Stores results that the tile's owner has finished.
   PO_FN void store(int tile, int item, const Results& results) const {
     for_each_element(tile, item, [&](int i, int64_t, int64_t place) { output()[place] = results[i]; });
   }
@@ -67,7 +67,7 @@ class TileOutput {
  private:
   PO_FN Storage* output() const { return reinterpret_cast<Storage*>(call_.output); }
 
-  // use(i, row, place in output and residual) for the item's elements that are rows of the weight.
+  // Calls use(i, row, place in output and residual) for the item's elements that are rows of the weight.
   template <class Use>
   PO_FN void for_each_element(int tile, int item, const Use& use) const {
     const int64_t first_row = static_cast<int64_t>(tile) * kTileRows + item % Traits::kItemsPerVector * Traits::kItem;

@@ -1,8 +1,8 @@
-// The way of a WG's tiles through its warps. A team of warps multiplies a tile, and each of the team leaves its part of
-// the sums in the tile's slot; a serving warp adds the parts up, sends the sums and gives the slot back.
+// The way of a WG's tiles through its warps. A team of warps multiplies a tile, and each of its warps leaves a part of
+// the sums in the tile's slot. A serving warp adds the parts up, sends the sums and frees the slot.
 //
-// Nobody waits but in the two handovers of a slot (kernels/gemv_all_reduce.md, rows 1 and 2). A lone warp (host) does all in
-// turn.
+// The only waits are the two handovers of a slot (kernels/gemv_all_reduce.md, rows 1 and 2). A lone warp (host) does
+// everything in turn.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -11,7 +11,7 @@
 
 namespace po::gemv_all_reduce {
 
-// What the warps of a team make of one tile: a part each.
+// The results of a team's warps for one tile: a part each.
 template <int kVectors>
 struct TileParts {
   float* slots;  // [Traits::kSlots][count][kVectors][kTileRows]
@@ -20,7 +20,7 @@ struct TileParts {
 
   PO_FN float* part(int index) const { return slots + (slot * count + index) * (kVectors * kTileRows); }
 
-  // Some values of the tile: the warps' parts of them, added up in the warps' order.
+  // Adds up the warps' parts of some values of the tile, in the warps' order.
   template <int kCount>
   PO_FN void add_up(int first_value, float (&sums)[kCount]) const {
     constexpr int kBatch = 4;  // parts that are loaded together
@@ -52,8 +52,8 @@ class TilePipeline {
   using Parts = TileParts<Traits::kVectors>;
 
   struct Shared {
-    Handover stored[Traits::kSlots];  // from all warps of a team to the one that sends: their parts are in the slot
-    Handover sent[Traits::kSlots];    // back: the slot is free
+    Handover stored[Traits::kSlots];  // from all warps of a team to the sending warp: their parts are in the slot
+    Handover sent[Traits::kSlots];    // back to the team: the slot is free
   };
 
   PO_FN TilePipeline(const WorkGroup& wg, Shared& shared, const RowTiles& tiles, const Vectors& vectors)
@@ -64,7 +64,8 @@ class TilePipeline {
                                         vectors.own_bytes(share(wg, vectors.num_columns), vectors.num_columns))),
         share_(share(wg, vectors.num_columns)) {}
 
-  // The last warps send and multiply nothing; the first of them also grants and awaits credit. A lone warp does all.
+  // The last warps send and multiply nothing; the first of them also grants and awaits credit. A lone warp does
+  // everything.
 #if PO_ON_DEVICE
   static PO_FN int num_serving(const WorkGroup&) { return Traits::kServing; }
   static PO_FN int num_computing(const WorkGroup&) { return Traits::kComputing; }
@@ -72,7 +73,7 @@ class TilePipeline {
   static int num_serving(const WorkGroup& wg) { return min_of(Traits::kServing, max_of(wg.num_warps() - 1, 1)); }
   static int num_computing(const WorkGroup& wg) { return max_of(wg.num_warps() - num_serving(wg), 1); }
 #endif
-  // 0 is the first serving warp; below 0: this one multiplies.
+  // 0 is the first serving warp; below 0, the warp multiplies.
   static PO_FN int serving_index(const WorkGroup& wg) {
     return wg.num_warps() == 1 ? 0 : wg.warp_index() - num_computing(wg);
   }
@@ -83,7 +84,8 @@ class TilePipeline {
   // The arena: the ring of the weights, the vectors, and the warps' parts.
   static PO_FN int ring_bytes(const WorkGroup& wg) { return num_computing(wg) * Stream::kBytesPerWarp; }
 
-  // A sync must follow. Warps take turns: a warp's threads would start them one after the other.
+  // A sync must follow. Different warps start handovers: the threads of one warp would start theirs one after the
+  // other.
   PO_FN void start_handovers() {
     for (int i = wg_.warp_index(); i < Traits::kSlots && Warp().rank() == 0; i += wg_.num_warps()) {
       shared_.stored[i].start(share_.num_parts);
@@ -91,10 +93,9 @@ class TilePipeline {
     }
   }
 
-  // Multiplies all tiles of the WG and sends each, by exchange.send(exchange.prepare(tile, warp), parts, warp), as soon as
-  // its team of warps has stored all parts of it. The teams wait for nobody, except for a slot to be free again.
-  // `is_first_busy`: the other serving warps take the turns of the first one, if there are others.
-  // `in_step`: see WeightStream.
+  // Multiplies all tiles of the WG and sends each, by exchange.send(exchange.prepare(tile, warp), parts, warp), as soon
+  // as its team of warps has stored all parts of it. The teams wait only for slots to be free again. `is_first_busy`:
+  // the other serving warps, if there are any, take the turns of the first one. `in_step`: see WeightStream.
   template <class Exchange, class InStep>
   PO_FN void run(Stream& stream, const Exchange& exchange, bool is_first_busy, const InStep& in_step) {
     const Warp warp;
@@ -124,13 +125,14 @@ class TilePipeline {
   }
 
  private:
-  // Which tiles a warp sees: every num-th from the first one on.
+  // The tiles that a warp sees: every num-th from the first one on.
   struct Turn {
     int first;
     int num;
   };
 
-  // One that multiplies goes from tile to tile of its team, one that serves to every so many; a lone one sees all.
+  // A multiplying warp goes from tile to tile of its team, a serving warp takes its share of all tiles, a lone warp all
+  // of them.
   PO_FN Turn turn(bool is_first_busy) const {
     const int served = serving_index(wg_);
     if (served < 0) return {share_.team, share_.num_teams};

@@ -1,7 +1,7 @@
-// Rows of which one PE has many entries: a warp would add them up for so long that all others wait for it.
+// Rows of which one PE has so many entries that one warp would keep all others waiting while it adds them up.
 //
-// Before the exchange, all warps of the PE share the columns of such rows. Each piece of columns is added up by one group
-// of lanes, in order of occurrence as everywhere, so no bit depends on it.
+// Before the exchange, all warps of the PE share the columns of such rows. Each piece of columns is added up by one
+// group of lanes, in order of occurrence as everywhere, so no bit depends on the division.
 #pragma once
 
 #include "kernels/sparse/row_transfer.cuh"
@@ -13,7 +13,7 @@ struct HotList {
   static constexpr int64_t kMost = 8192;
 
   uint64_t count;
-  uint64_t places[kMost];  // first entry, and above it the slot
+  uint64_t places[kMost];  // first entry; the slot in the bits above it
 };
 PO_CONSTANT(sizeof(HotList))
 
@@ -25,9 +25,9 @@ class HotRows {
   using Transfer = RowTransfer<Traits, Plan>;
   static constexpr int64_t kNever = INT64_MAX;
 
-  // Entries from which on a row is hot on this PE: so many that the list has room for all.
+  // Entries from which on a row is hot on this PE: at least so many that the list has room for all hot rows.
   static PO_FN int64_t least_entries(const Plan& plan, const Traits::Entries& entries) {
-    // Where peers are not within reach, their sums take the place that a hot row's would wait in.
+    // If peers are not reachable, their sums use the place in which a hot row's sum would wait.
     if (entries.order == nullptr || plan.all_reachable == 0) return kNever;
     return max_of<int64_t>(Traits::kHotEntries, ceil_div(entries.count, HotList::kMost));
   }
@@ -54,7 +54,7 @@ class HotRows {
     }
   }
 
-  // Behind a meeting of the WGs.
+  // After a meeting of the WGs.
   PO_FN void sum() const {
     const int64_t pieces = ceil_div(plan_.row_bytes, Chunk::kChunkBytes);
     const int64_t total = static_cast<int64_t>(plan_.hot->count) * pieces;

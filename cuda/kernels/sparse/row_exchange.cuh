@@ -1,8 +1,8 @@
-// The rows of a union, from those who have them to everybody: one warp's work.
+// Brings the rows of a union from the PEs that have them to every PE: one warp's work.
 //
-// Warps take blocks of slots, the same on every PE. Of each block a warp first sends or leaves this PE's rows and tells its
-// counterparts on the other PEs, then adds up, of the block before, what is its PE's to add up. In the end it tells all that
-// its rows are stored, and waits for theirs (kernels/sparse_all_reduce.md, rows 4 to 7).
+// Warps take blocks of slots, the same on every PE. For each block, a warp first sends or leaves this PE's rows and
+// signals its counterparts on the other PEs. Then it adds up this PE's share of the previous block. In the end it
+// signals that its rows are stored, and waits for the others' (kernels/sparse_all_reduce.md, rows 4 to 7).
 #pragma once
 
 #include "kernels/sparse/row_transfer.cuh"
@@ -23,16 +23,16 @@ class RowExchange {
   using Group = Chunk::Group;
   using Slot = Traits::Slot;
   using Pes = BitSet<Traits::kPes>;
-  // Slots that a warp looks up at once. Those with room for many PEs are large.
+  // Slots that a warp looks up at once. With room for many PEs a slot is large.
   static constexpr int kWindow = min_of(SlotBlocks::kWindow, 128 / Pes::kWords);
 
   struct Shared {
     Outputs<Traits::kPes> outputs;
-    Slot windows[Traits::kMostWarps][2][kWindow];  // of the block at hand and the one before
+    Slot windows[Traits::kMostWarps][2][kWindow];  // of the current block and the previous one
   };
 
-  // `rows_of_slots`: of the `num_union` rows of the result. `num_shares`: rows of all PEs together. `hot_entries`: see
-  // RowTransfer.
+  // `rows_of_slots`: the rows of the result, `num_union` of them. `num_shares`: rows of all PEs together.
+  // `hot_entries`: see RowTransfer.
   PO_FN RowExchange(const WorkGroup& wg, const Plan& plan, Shared& shared, const Traits::Entries& entries,
                     const int64_t* rows_of_slots, int64_t num_union, int64_t num_shares, int64_t hot_entries)
       : plan_(plan),
@@ -47,7 +47,7 @@ class RowExchange {
                                       static_cast<uint32_t>(wg.count() * wg.num_warps()),
                                       static_cast<uint32_t>(num_union), num_shares, plan.row_bytes)) {}
 
-  // A block behind: what peers have left of it, they have left by then.
+  // The reduction is one block behind the contribution, so peers have had time to leave their sums.
   PO_FN bool run() {
     for (int64_t block = 0; block <= blocks_.count; ++block) {
       if (block < blocks_.count) contribute(block);  // @block-contribute
@@ -61,18 +61,18 @@ class RowExchange {
   static constexpr uint64_t kAllBlocks = 0xffff;
 
   PO_FN Pes all_pes() const { return Pes::below(team_.size); }
-  // Gathering, everybody adds up what several have.
+  // With gathers, every PE adds up the rows that several PEs have.
   PO_FN bool adds_up(const Slot& slot, int64_t number) const {
     return slot.is_shared() && (Traits::kGathers || owner_in_turn(slot.contributors, number) == team_.rank);
   }
 
-  // Whether this PE has to send the row, or to leave it for somebody.
+  // Whether this PE has to send the row, or to leave it for another PE.
   PO_FN bool gives(const Slot& slot, int64_t number) const {
     return slot.is_of(team_.rank) && (Traits::kGathers || !adds_up(slot, number));
   }
 
-  // Calls use(window, first slot, count) for the slots of a block, which are looked up where the block is new, or has more
-  // of them than a window.
+  // Calls use(window, first slot, count) for the slots of a block. They are looked up if the block is new, or has more
+  // slots than a window.
   template <class Use>
   PO_FN void for_each_window(int64_t block, bool is_new, const Use& use) {
     Slot* window = windows_[block % 2];
@@ -80,7 +80,7 @@ class RowExchange {
     for (int64_t base = blocks_.begin(block); base < end; base += kWindow) {
       const auto count = static_cast<int>(min_of<int64_t>(kWindow, end - base));
       if (is_new || blocks_.slots > kWindow) {
-        warp_.sync();  // the window has been read
+        warp_.sync();  // all lanes have read the window
         for (int i = warp_.rank(); i < count; i += warp_.size()) window[i] = slot_of(base + i);
         warp_.sync();
       }
@@ -89,8 +89,8 @@ class RowExchange {
     warp_.sync();
   }
 
-  // A group of lanes works on each slot that `want` wants, work(slot, number); then a single lane puts what has to go where
-  // nobody can store to, put(slot, number, peer).
+  // For each slot that `want` accepts, a group of lanes calls work(slot, number). Then a single lane calls put(slot,
+  // number, peer) for the peers that are not reachable.
   template <class Want, class Work, class Put>
   PO_FN void for_each_slot(const Slot* window, int64_t base, int count, const Want& want, const Work& work,
                            const Put& put) {
@@ -98,7 +98,7 @@ class RowExchange {
       if (want(window[i], base + i)) work(window[i], base + i);
     }
     if (plan_.all_reachable != 0) return;
-    fence_acq_rel_sys();  // each lane's stores are out for the network
+    fence_acq_rel_sys();  // publishes each lane's stores to the network
     warp_.sync();
     for (int i = 0; i < count && warp_.rank() == 0; ++i) {
       if (!want(window[i], base + i)) continue;
@@ -112,8 +112,8 @@ class RowExchange {
   PO_FN Slot slot_of(int64_t number) const {
     const int64_t row = rows_of_slots_[number];
     const auto place = find_row<Traits::kPes>(team_, plan_.sets, row);
-    Slot slot{place.contributors, min_of(place.first_entry, entries_.count - 1), 1};  // where this PE has it
-    if (entries_.order != nullptr && slot.is_of(team_.rank)) {                        // else each row has one entry
+    Slot slot{place.contributors, min_of(place.first_entry, entries_.count - 1), 1};  // valid if this PE has it
+    if (entries_.order != nullptr && slot.is_of(team_.rank)) {                        // else a row has one entry
       slot.first_entry = lower_bound_near(entries_.rows, slot.first_entry, entries_.count, row);
       slot.num_entries =
           lower_bound_near(entries_.rows, slot.first_entry + 1, entries_.count, row + 1) - slot.first_entry;
@@ -121,7 +121,7 @@ class RowExchange {
     return slot;
   }
 
-  // Sends this PE's rows of a block: to all where nobody else has the row, else to who adds up.
+  // Sends this PE's rows of a block: to all PEs if no other PE has the row, otherwise to the PEs that add it up.
   PO_FN void contribute(int64_t block) {
     const TaskTrace trace(true);
     Pes adders{};  // @shares-contribute
@@ -151,7 +151,7 @@ class RowExchange {
     tell_progress(union_of(adders), static_cast<uint64_t>(block) + 1);
   }
 
-  // Adds up the rows of a block that are this PE's to add up.
+  // Adds up the rows of a block that fall to this PE.
   PO_FN bool reduce(int64_t block) {
     Pes givers{};
     for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
@@ -191,7 +191,7 @@ class RowExchange {
     }
   }
 
-  // A sum that is whole. A row that everybody has added up stays here.
+  // Sends a complete sum. A row that every PE has added up stays here.
   PO_FN void send(Chunk& chunk, int64_t number, bool is_everywhere = false) const {
     if (plan_.divisor != 1) chunk.divide_by(static_cast<float>(plan_.divisor));
     is_everywhere ? transfer_.store_here(chunk, number) : transfer_.store_everywhere(chunk, number);
@@ -203,15 +203,15 @@ class RowExchange {
     return plan_.progress_offset + static_cast<uint64_t>(sender * plan_.num_workers + number_) * sizeof(uint64_t);
   }
 
-  // The PEs that any lane has.
+  // The union of the PEs of all lanes.
   PO_FN Pes union_of(Pes pes) const {
     for (uint64_t& word : pes.words) word = warp_.union_of(word);
     return pes;
   }
 
-  // What this warp has stored so far is there for the PEs in `receivers`.
+  // Signals the PEs in `receivers` that this warp's stores so far are there for them.
   PO_FN void tell_progress(const Pes& receivers, uint64_t progress) {
-    warp_.sync();  // the stores of all lanes are before
+    warp_.sync();  // orders the stores of all lanes before the signals
     if (plan_.all_reachable == 0) return tell_progress_by_put(receivers, progress);
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
       if (pe == team_.rank || !receivers.has(pe)) continue;
@@ -219,10 +219,10 @@ class RowExchange {
     }
   }
 
-  // By the lane whose puts must come first.
+  // Called by the lane whose puts must come first.
   PO_FN void tell_progress_by_put(const Pes& receivers, uint64_t progress) {
     if (warp_.rank() != 0) return;
-    fence_acq_rel_sys();  // what peers fetch from here is out as well
+    fence_acq_rel_sys();  // publishes what peers fetch from here, too
     put_fence(team_);     // @progress-fence
     for (int hop = 1; hop < team_.size; ++hop) {
       const int pe = (team_.rank + hop) % team_.size;
@@ -231,7 +231,7 @@ class RowExchange {
     }
   }
 
-  // Waits until the counterparts of this warp on the PEs in `senders` have come so far.
+  // Waits until the counterparts of this warp on the PEs in `senders` have come to `progress`.
   PO_FN bool await_progress(const Pes& senders, uint64_t progress, Phase phase) {
     bool is_there = true;
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
@@ -240,7 +240,7 @@ class RowExchange {
       is_there = await_step(team_, word, progress, phase, pe, static_cast<uint64_t>(number_)) && is_there;
     }
     const int num_there = warp_.count(is_there);  // @lanes-there
-    warp_.sync();                                 // what a lane has acquired is there for all
+    warp_.sync();                                 // hands what a lane has acquired to all lanes
     return num_there == warp_.size();
   }
 

@@ -1,8 +1,8 @@
-// A row on its way: from this PE's entries to its slot on every PE, or to whoever adds it up.
+// The transfer of a row: from this PE's entries to its slot on every PE, or to the PE that adds it up.
 //
-// A row that several PEs have is left by each in its own slot, in its own heap, and fetched from there by its owner. A PE's
-// sum of several 16-bit entries is an fp32 number: its upper half lies in the slot, its lower half in a second area.
-// Gathering, fp32 sums go to an area in every heap instead.
+// A row that several PEs have is left by each in its own slot, in its own heap, and its owner fetches it from there. A
+// PE's sum of several 16-bit entries is an fp32 number: its upper half lies in the slot, its lower half in a second
+// area. With gathers, fp32 sums go to an area in every heap instead.
 #pragma once
 
 #include "kernels/sparse/row_union.cuh"
@@ -14,30 +14,30 @@ namespace po {
 template <class Index>
 struct RowEntries {
   const Index* rows;     // ascending
-  const int64_t* order;  // which of the values belongs to an entry; null: the entry's own number
+  const int64_t* order;  // which value belongs to an entry; null: the value of the entry's own number
   const uint8_t* values;
   int64_t count;
 };
 
-// What is known of a row of the result.
+// The contributors of a row of the result, and this PE's first entry of it.
 template <int kPes>
 struct Slot {
   BitSet<kPes> contributors;
-  int64_t first_entry;  // of this PE, where it is one of them
+  int64_t first_entry;  // of this PE, if it has the row
   int64_t num_entries;
 
   PO_FN bool is_of(int pe) const { return contributors.has(pe); }
   PO_FN bool is_shared() const { return contributors.has_several(); }
 };
 
-// Where each PE's result is.
+// The place of each PE's result.
 template <int kPes>
 struct Outputs {
-  uint8_t* mapped[kPes];  // as mapped here; null: not within reach
+  uint8_t* mapped[kPes];  // as mapped here; null: not reachable
   uint64_t offsets[kPes];
 };
 
-// `number`: of a slot; `offset`: where a chunk begins in its row.
+// `number`: of a slot. `offset`: where a chunk begins in its row.
 template <class Traits, class Plan>
 class RowTransfer {
  public:
@@ -46,11 +46,11 @@ class RowTransfer {
   using Slot = Traits::Slot;
   using Outputs = po::Outputs<Traits::kPes>;
 
-  // Rows of `hot_entries` or more have been summed already (`store_hot`).
+  // Rows with `hot_entries` or more have been summed already (`store_hot`).
   PO_FN RowTransfer(const Plan& plan, const Outputs& outputs, const Traits::Entries& entries, int64_t hot_entries)
       : plan_(plan), team_(plan.team), outputs_(outputs), entries_(entries), hot_entries_(hot_entries) {}
 
-  // = the sum of this PE's entries, in order of occurrence.
+  // Sets the chunk to the sum of this PE's entries, in order of occurrence.
   PO_FN void sum_own(const Slot& slot, int64_t number, Chunk& chunk) const {
     if (slot.num_entries >= hot_entries_) return load_hot(number, chunk);
     chunk.load(values_of(slot.first_entry));
@@ -62,7 +62,7 @@ class RowTransfer {
     return entries_.values + number * plan_.row_bytes;
   }
 
-  // Where a sum of this PE's entries waits until the row's turn: where it is left for others anyway.
+  // Stores a hot row's sum where it waits for its turn: where it is left for other PEs anyway.
   template <class AnyChunk>
   PO_FN void store_hot(const AnyChunk& chunk, int64_t number) const {
     if constexpr (Traits::kGathers) {
@@ -72,7 +72,7 @@ class RowTransfer {
     }
   }
 
-  // The next PE first and this one last.
+  // Stores to every PE, the next one first and this one last.
   PO_FN void store_everywhere(const Chunk& chunk, int64_t number) const {
     for (int hop = 1; hop <= team_.size; ++hop) {
       const int pe = team_.rank + hop < team_.size ? team_.rank + hop : team_.rank + hop - team_.size;
@@ -80,7 +80,7 @@ class RowTransfer {
     }
   }
 
-  // The same to a PE that is not within reach, from this PE's own slot. One thread.
+  // Puts a row to a PE that is not reachable, from this PE's own slot. One thread.
   PO_FN void put_row(int64_t number, int pe) const {
     const auto bytes = static_cast<uint64_t>(plan_.row_bytes);
     put_nbi(team_, pe, outputs_.offsets[pe] + static_cast<uint64_t>(number) * bytes, place_at(team_.rank, number),
@@ -99,7 +99,7 @@ class RowTransfer {
     chunk.store(place);
   }
 
-  // This PE's sum, to everybody's gather area.
+  // Stores this PE's sum to every PE's gather area.
   PO_FN void gather(const Chunk& chunk, int64_t number) const {
     const uint64_t offset = gathered_offset(team_.rank, number);
     for (int hop = 1; hop <= team_.size; ++hop) {
@@ -113,7 +113,7 @@ class RowTransfer {
     put_nbi(team_, pe, offset, team_.heap + offset, static_cast<uint64_t>(plan_.row_bytes * kFloatsPerScalar));
   }
 
-  // A contributor's sum of its entries.
+  // Sets the chunk to a contributor's sum of its entries.
   PO_FN void take(const Slot& slot, int64_t number, int pe, int64_t offset, Chunk& chunk) const {
     if constexpr (Traits::kGathers) {
       chunk.load_floats(team_.heap + gathered_offset(pe, number));
@@ -128,7 +128,7 @@ class RowTransfer {
     }
   }
 
-  // += a contributor's sum.
+  // Adds a contributor's sum to the chunk.
   PO_FN void add(const Slot& slot, int64_t number, int pe, int64_t offset, Chunk& chunk) const {
     if constexpr (Traits::kGathers) {
       chunk.add_floats(team_.heap + gathered_offset(pe, number));
@@ -139,7 +139,7 @@ class RowTransfer {
     }
   }
 
-  // Of a row that everybody adds up.
+  // Stores a row that every PE adds up.
   PO_FN void store_here(const Chunk& chunk, int64_t number) const { chunk.store(place_at(team_.rank, number)); }
 
  private:
@@ -166,13 +166,13 @@ class RowTransfer {
     return plan_.gather_offset + static_cast<uint64_t>(row * plan_.row_bytes * kFloatsPerScalar);
   }
 
-  // From a PE that is not within reach, by way of this PE's own slot, which is free until the sum comes.
+  // Fetches from a PE that is not reachable, through this PE's own slot, which is free until the sum comes.
   PO_FN void fetch(int64_t number, int pe, int64_t offset, Chunk& chunk) const {
     const auto bytes = static_cast<uint64_t>(min_of(Chunk::kChunkBytes, plan_.row_bytes - offset));
     const uint64_t skipped = static_cast<uint64_t>(number * plan_.row_bytes + offset);
     const uint64_t low = Chunk::kIsNarrow ? low_offset_of(pe) : 0;
     uint8_t* own_low = low == 0 ? nullptr : team_.heap + plan_.low_offset + number * plan_.row_bytes;
-    Group{}.sync();  // the last piece has been read
+    Group{}.sync();  // all lanes have read the last piece
     if (Group{}.rank() == 0) {
       get(team_, pe, outputs_.offsets[pe] + skipped, place_at(team_.rank, number) + offset, bytes);
       if (own_low != nullptr) get(team_, pe, low + skipped, own_low + offset, bytes);

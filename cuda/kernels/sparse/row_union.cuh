@@ -1,10 +1,10 @@
-// Which PE has which rows of a sparse tensor, and the place of every row in the sorted union of all: with no sort, no hash
-// and no search.
+// Which PE has which rows of a sparse tensor, and the place of every row in the sorted union of all, without a sort, a
+// hash or a search.
 //
-// Each PE keeps a plane per PE in its heap: a bit per row of the tensor. A WG has the same range of words on every PE. It
-// finds its entries among the sorted ones of this PE, sets their bits and stores the words into all PEs' planes; once
-// the same range has come from every PE, it counts the bits of the union. Counts of all WGs give each the place of its
-// first row, and it lists its rows' numbers. What the planes say is then final for the launch.
+// Each PE keeps a plane per PE in its heap: a bit per row of the tensor. A WG has the same range of words on every PE.
+// It finds its entries among the sorted ones of this PE, sets their bits and stores the words into all PEs' planes.
+// Once the same range has come from every PE, it counts the bits of the union. The counts of all WGs give each WG the
+// place of its first row, and it lists its rows' numbers. The planes are then final for the launch.
 #pragma once
 
 #include "comm/launch.cuh"
@@ -19,14 +19,14 @@ PO_CONSTANT(kPhaseRowSet)
 inline constexpr int kRowsPerWord = 64;
 PO_CONSTANT(kRowsPerWord)
 // @chunk-words
-inline constexpr int kChunkWords = 1024;  // of a plane, that a WG assembles at a time
+inline constexpr int kChunkWords = 1024;  // words of a plane that a WG assembles at a time
 
 struct RowSets {
   int64_t num_rows;
   int64_t num_words;        // of a plane
   uint64_t planes_offset;   // in every heap: uint64_t[size][num_words]
-  uint64_t headers_offset;  // in every heap: uint64_t[size], a word that each PE tells all others
-  uint32_t* first_entry;    // private, [num_words]: the first entry of this PE in a word, where it has any
+  uint64_t headers_offset;  // in every heap: uint64_t[size], a word from each PE to all others
+  uint32_t* first_entry;    // private, [num_words]: this PE's first entry in a word, if it has any
   Packet* totals;           // private, [WGs]
   uint64_t* met;            // private, [kNumMeetings][WGs]: flags
 };
@@ -40,7 +40,7 @@ static_assert(static_cast<int>(kNumChecks) - static_cast<int>(kCheckMet) == stat
 
 struct UnionShared {
   uint64_t words[kChunkWords];
-  uint64_t failed[kNumChecks];  // a word per place that asks: nobody may write one that another thread still reads
+  uint64_t failed[kNumChecks];  // a word per check: no thread may write a word that another thread still reads
   int64_t first_entry;
   int64_t last_entry;
   SumScratch scratch;
@@ -49,25 +49,25 @@ struct UnionShared {
 template <class Index>
 class RowUnion {
  public:
-  // `rows`: of this PE's entries, ascending; those out of range have no bit.
+  // `rows`: of this PE's entries, ascending. Rows out of range have no bit.
   PO_FN RowUnion(const WorkGroup& wg, UnionShared& shared, const Team& team, const RowSets& sets, const Index* rows,
                  int64_t num_entries)
       : wg_(wg), shared_(shared), team_(team), sets_(sets), rows_(rows), num_entries_(num_entries) {
-    const auto num_words = static_cast<uint32_t>(sets.num_words);  // of 2^31 rows
+    const auto num_words = static_cast<uint32_t>(sets.num_words);  // of at most 2^31 rows
     const auto num_wgs = static_cast<uint32_t>(wg.count());
     const auto index = static_cast<uint32_t>(wg.index());
     const uint32_t share = num_words / num_wgs;
-    const uint32_t longer = num_words - share * num_wgs;  // WGs that have a word more
+    const uint32_t longer = num_words - share * num_wgs;  // WGs with one word more
     first_word_ = int64_t{index} * share + min_of(index, longer);
     last_word_ = first_word_ + share + (index < longer ? 1 : 0);
   }
 
-  // What can be done before the receivers have granted credit.
+  // The work that needs no credit from the receivers.
   PO_FN void prepare() {
     if (first_word_ < last_word_) assemble(first_word_, chunk_from(first_word_));
   }
 
-  // Sets this PE's bits in all PEs' planes. Every receiver has granted credit. `header`: what WG 0 tells all.
+  // Sets this PE's bits in all PEs' planes. Every receiver has granted credit. `header`: WG 0 publishes it to all PEs.
   PO_FN void tell(uint64_t header) {
     for (int64_t first = first_word_; first < last_word_; first += kChunkWords) {
       const int count = chunk_from(first);
@@ -76,7 +76,7 @@ class RowUnion {
     }
     if (wg_.index() == 0) send_header(header);
     // @sets-before-ready
-    wg_.sync();  // the words of all threads are before the flags that announce them
+    wg_.sync();  // orders the words of all threads before the flags that announce them
     for (int peer = wg_.rank(); peer < team_.size; peer += wg_.size()) {
       if (peer == team_.rank) continue;
       if (!is_reachable(team_, peer)) put_range(peer);
@@ -84,7 +84,8 @@ class RowUnion {
     }
   }
 
-  // Waits for all PEs' bits in this WG's range and tells the other WGs how many rows are there. False: gave up.
+  // Waits for all PEs' bits in this WG's range and publishes the number of rows there to the other WGs. Returns false
+  // if the launch was given up.
   PO_FN bool count() {
     bool is_there = true;
     for (int sender = wg_.rank(); sender < team_.size; sender += wg_.size()) {
@@ -120,11 +121,11 @@ class RowUnion {
     return true;
   }
 
-  // Waits for all WGs' counts. False: gave up.
+  // Waits for all WGs' counts. Returns false if the launch was given up.
   PO_FN bool place() {
     const uint64_t flag = launch_flag(team_);
     bool is_there = true;
-    uint64_t sums = 0;  // rows before this WG's, and above them those of all: both stay below 2^32
+    uint64_t sums = 0;  // rows before this WG's; in the upper half those of all WGs: both stay below 2^32
     uint64_t shares = 0;
     for (int other = wg_.rank(); other < wg_.count(); other += wg_.size()) {
       Packet packet{};
@@ -167,12 +168,12 @@ class RowUnion {
     }
   }
 
-  // Waits for all WGs of this PE, each of which sees then what all have written, and what they have seen of peers. False:
-  // gave up.
+  // Waits for all WGs of this PE. Each WG then sees what all WGs have written, and what they have acquired from peers.
+  // Returns false if the launch was given up.
   PO_FN bool meet(Meeting meeting) const {
     uint64_t* flags = sets_.met + static_cast<int>(meeting) * wg_.count();
     // @meet-sync
-    wg_.sync();  // what all threads have written and seen is before the flag
+    wg_.sync();  // orders what all threads have written and acquired before the flag
     if (wg_.rank() == 0) flag_store_release_gpu(flags + wg_.index(), launch_flag(team_));
     bool is_there = true;
     for (int other = wg_.rank(); other < wg_.count(); other += wg_.size()) {
@@ -191,7 +192,7 @@ class RowUnion {
   }
 
  private:
-  // How many words of this WG's range are assembled at a time, from `first` on.
+  // Number of words of this WG's range that are assembled together, from `first` on.
   PO_FN int chunk_from(int64_t first) const {
     return static_cast<int>(min_of<int64_t>(kChunkWords, last_word_ - first));
   }
@@ -228,15 +229,15 @@ class RowUnion {
       const int64_t before = entry > shared_.first_entry ? static_cast<int64_t>(rows_[entry - 1]) : -1;
       if (row == before) continue;
       const int64_t word = row / kRowsPerWord;
-      if (row < first_row || row >= end_row) continue;  // not sorted, which is reported
+      if (row < first_row || row >= end_row) continue;  // the rows are not sorted, which is reported
       atomic_or_relaxed_wg(&shared_.words[word - first], 1ull << row % kRowsPerWord);
       if (before < 0 || before / kRowsPerWord != word) sets_.first_entry[word] = static_cast<uint32_t>(entry);
     }
     wg_.sync();  // @bits-set
   }
 
-  // To this PE's own plane and those of the PEs within reach; the others' is put from the own one. A thread sends the words
-  // that it clears for the next chunk.
+  // Stores to this PE's own plane and those of reachable PEs; the others' planes are put from the own one. A thread
+  // sends the words that it clears for the next chunk.
   PO_FN void send(int64_t first, int count) {
     for (int hop = 0; hop < team_.size; ++hop) {
       const int pe = (team_.rank + 1 + hop) % team_.size;
@@ -257,11 +258,11 @@ class RowUnion {
     return sets_.headers_offset + static_cast<uint64_t>(team_.rank) * sizeof(uint64_t);
   }
 
-  // One thread, behind the sync that follows `send`.
+  // One thread, after the sync that follows `send`.
   PO_FN void put_range(int peer) {
     const uint64_t offset = word_offset(team_.rank, first_word_);
     const auto bytes = static_cast<uint64_t>(last_word_ - first_word_) * sizeof(uint64_t);
-    fence_acq_rel_sys();  // the words of all threads are out for the network
+    fence_acq_rel_sys();  // publishes the words of all threads to the network
     if (bytes != 0) put_nbi(team_, peer, offset, team_.heap + offset, bytes);
     if (wg_.index() == 0) put_nbi(team_, peer, header_offset(), team_.heap + header_offset(), sizeof(uint64_t));
     put_fence(team_);  // @sets-fence
@@ -281,11 +282,11 @@ class RowUnion {
   uint64_t first_bits_ = 0;  // of the union, in the first word that this thread counts
 };
 
-// What the planes say about one row.
+// Reads from the planes which PEs have a row.
 template <int kPes>
 struct RowPlace {
   BitSet<kPes> contributors;
-  int64_t first_entry;  // of this PE, where it is one of them: this one, if no row below it in its word has several
+  int64_t first_entry;  // of this PE, if it has the row: this entry, if no lower row of the same word has several
 };
 
 template <int kPes>
@@ -293,7 +294,7 @@ PO_FN RowPlace<kPes> find_row(const Team& team, const RowSets& sets, int64_t row
   const int64_t word = row / kRowsPerWord;
   const auto bit = static_cast<int>(row % kRowsPerWord);
   const uint64_t* plane = local_word(team, sets.planes_offset) + word;
-  const int64_t first_of_word = sets.first_entry[word];  // read before it is known whether it says anything
+  const int64_t first_of_word = sets.first_entry[word];  // loaded before it is known whether it is valid
   BitSet<kPes> contributors{};
   uint64_t own = 0;
   for (int pe = 0; pe < team.size; ++pe) {
