@@ -1,4 +1,4 @@
-// Gradients to the owners of the tables that they are for.
+// Sends gradients to the owners of their tables.
 #pragma once
 
 #include "comm/credits.cuh"
@@ -7,7 +7,7 @@
 
 namespace po::embedding_backward {
 
-// One warp of those that push.
+// One of the warps that push.
 template <class Traits>
 class Pusher {
  public:
@@ -15,17 +15,18 @@ class Pusher {
 
   PO_FN Pusher(const Plan& plan, const Call& call) : plan_(plan), team_(plan.team), call_(call) {}
 
-  // Takes pieces in turn: some WGs begin while lookups are still sorted, and others when that is done. What was put from may be
-  // overwritten afterwards.
+  // Takes pieces in turn. Some WGs begin while lookups are still being sorted, others after the sort. The sources of
+  // puts may be overwritten afterwards.
   PO_FN void run() {
-    // Behind a launch that was given up there may still be credit, of a PE that is ahead. One lane decides for the warp.
+    // After a launch that was given up there may still be credit, from a PE that is ahead. One lane decides for the
+    // warp.
     if (warp_.shuffle(is_aborted(team_), 0)) return;  // @pushes-unless-aborted
     const int64_t num_pieces = plan_.num_pushes * plan_.num_slices;
     int64_t piece = warp_.shuffle(ticket(), 0);
     PO_NO_UNROLL
     while (piece < num_pieces) {
       const TaskTrace trace(true);
-      const int64_t next = ticket();  // on its way while this one is copied
+      const int64_t next = ticket();  // fetched while this piece is copied
       const Piece at = piece_at(piece);
       const Push& push = plan_.pushes[at.push];
       if (!credits_.await(team_, warp_, static_cast<int>(push.owner))) break;  // @credit-before-pushes
@@ -51,7 +52,8 @@ class Pusher {
     int64_t slice;
   };
 
-  // Pieces of tables with the same number take turns, so that all their owners receive, however far each sender is.
+  // Pieces of tables with the same number alternate, so that all their owners receive, whatever the progress of each
+  // sender.
   PO_FN Piece piece_at(int64_t number) const {
     const Push& among = plan_.pushes[number / plan_.num_slices];
     const int64_t rest = number - among.first * plan_.num_slices;
@@ -59,7 +61,7 @@ class Pusher {
   }
 
   PO_FN uint64_t row_bytes(const Push& push) const { return static_cast<uint64_t>(push.width) * sizeof(Storage); }
-  // Of this PE's samples of a table, in the owner's staging.
+  // Offset of this PE's samples of a table, in the owner's staging.
   PO_FN uint64_t staged_offset(const Push& push) const {
     return plan_.staging_offset + push.staged_offset + static_cast<uint64_t>(plan_.first_sample) * row_bytes(push);
   }
@@ -107,16 +109,16 @@ class Pusher {
     }
   }
 
-  // Counts a piece. Who brings the last one tells the owner.
+  // Counts a piece. The warp that brings the last piece signals the owner.
   PO_FN void finish(const Push& push, uint64_t* pushed) {
     // @pieces-of-lanes
-    warp_.sync();  // the pieces of all lanes are before the count
+    warp_.sync();  // orders the pieces of all lanes before the count
     if (warp_.rank() != 0) return;
     if (atomic_add_fetch_acq_rel_gpu(pushed, 1) != static_cast<uint64_t>(plan_.num_slices)) return;  // @table-pushed
     *pushed = 0;
     const auto owner = static_cast<int>(push.owner);
     if (!is_reachable(team_, owner)) {
-      fence_acq_rel_sys();  // what all warps have copied, acquired through the count, is out for the network
+      fence_acq_rel_sys();  // publishes what all warps have copied, acquired through the count, to the network
       put_nbi(team_, owner, staged_offset(push), team_.heap + push.outgoing_offset,
               static_cast<uint64_t>(plan_.num_samples) * row_bytes(push));
       put_fence(team_);  // @pushes-fence
@@ -133,7 +135,8 @@ class Pusher {
   bool has_put_ = false;
 };
 
-// Whether a WG behind the first ones pushes too: where there are few lookups for what travels, rows are soon done, and wait.
+// Whether a WG after the first ones pushes too. With few lookups per pushed byte, rows are done early and wait for
+// gradients.
 PO_FN bool pushes_behind_sort(const Plan& plan, int64_t num_lookups, int wg) {
   return wg * num_lookups < plan.pushing_wg_lookups;
 }

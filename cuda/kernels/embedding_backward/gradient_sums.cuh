@@ -1,5 +1,6 @@
-// Gradients of a row's lookups, added up in fp32 and in the order of the lookups. Some lanes have the row, or a part of a wide
-// one, in registers, each of them chunks of its columns: who has a column adds up all its gradients.
+// Adds up the gradients of a row's lookups, in fp32 and in the order of the lookups. A group of lanes holds the row, or
+// a part of a wide row, in registers, each lane some chunks of its columns. The lane that holds a column adds up all
+// its gradients.
 #pragma once
 
 #include "kernels/embedding_backward/lookup_window.cuh"
@@ -7,7 +8,7 @@
 
 namespace po::embedding_backward {
 
-// What a lane has of a part of a row.
+// A lane's columns of a part of a row.
 template <int kLaneChunks, int kElements>
 struct LaneColumns {
   float values[kLaneChunks][kElements];
@@ -22,7 +23,7 @@ PO_FN void to_floats(const Source& source, float (&floats)[kElements]) {
   for (int e = 0; e < kElements; ++e) floats[e] = Type::to_float(values[e]);
 }
 
-// `Lanes` have the row, in chunks of `kElements` columns.
+// `Lanes` is the group that holds the row, in chunks of `kElements` columns.
 template <class Traits, class Lanes, int kElements>
 class GradientSums {
  public:
@@ -39,14 +40,14 @@ class GradientSums {
     return (Traits::kHasWideRows ? part : 0) * kPartElements + (lanes_.rank() + i * Lanes::kSize) * kElements;
   }
 
-  // Adds the gradients of the window's lookups first, ..., last - 1, in this order, a few at a time: a tile has the row in
-  // registers, too. Tiles of a warp go through their rows together.
+  // Adds the gradients of the window's lookups first, ..., last - 1, in this order, a few at a time: a tile has the row
+  // in registers, too. Tiles of a warp go through their rows together.
   PO_FN void add_few(const GroupView& view, const Window& window, int part, int first, int last, Columns& sums) const {
     PO_NO_UNROLL
     for (int at = first; at < last; at += kFew) add_some<kFew, true>(view, window, part, at, last, sums);
   }
 
-  // The same, as many at a time as a warp without the row has registers for.
+  // The same, with more gradients at a time: a warp without the row has registers for them.
   PO_FN void add_many(const GroupView& view, const Window& window, int part, int first, int last, Columns& sums) const {
     int at = first;
     PO_NO_UNROLL
@@ -54,7 +55,7 @@ class GradientSums {
     add_rest<kMany / 2>(view, window, part, at, last, sums);
   }
 
-  // A chunk's sums, kept for whoever adds up the row's.
+  // Stores a chunk's sums for the warp that adds up the row's.
   PO_FN void store_sums(const GroupView& view, int part, float* target, const Columns& sums) const {
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) store_as<false>(view, part, i, target, 0, sums.values[i]);
@@ -69,8 +70,8 @@ class GradientSums {
     }
   }
 
-  // These sums in chunks of kWhole columns. Where that is more, the first lanes get them, a chunk from the lanes that have a
-  // piece of it; what the others get is of no column. All lanes.
+  // Returns these sums in chunks of kWhole columns. If such a chunk is larger, the first lanes get the chunks, each
+  // from the lanes that have a piece of it; the other lanes' results belong to no column. All lanes.
   template <int kWhole>
   PO_FN void gather(const Columns& sums, LaneColumns<kLaneChunks, kWhole>& gathered) const {
     if constexpr (kWhole == kElements) {
@@ -101,13 +102,13 @@ class GradientSums {
     }
   }
 
-  // One chunk, of what is not read again soon.
+  // Stores one chunk that is not read again soon.
   PO_FN void store_once(const GroupView& view, int part, int i, float* target, int64_t first,
                         const float (&values)[kElements]) const {
     store_as<true>(view, part, i, target, first, values);
   }
 
-  // `left`: columns from its first one on.
+  // `left`: columns from the chunk's first one to the row's end.
   static PO_FN auto load_gradient(const uint8_t* gradient, int element, int left) {
     return load_chunk<WireStorage, Traits::kIsAligned, kWireBytes>(gradient, element, left);
   }
@@ -118,16 +119,17 @@ class GradientSums {
   static constexpr int kPartElements = kLaneChunks * Lanes::kSize * kElements;
   static constexpr int kWireBytes = kElements * static_cast<int>(sizeof(WireStorage));  // of a gradient's chunk
   static_assert(kWireBytes <= kChunkBytes, "a gradient's scalar is no wider than the table's");
-  // That are loaded or stored together.
+  // Floats that are loaded or stored together.
   static constexpr int kFloats = min_of(kElements, kChunkBytes / static_cast<int>(sizeof(float)));
   static constexpr int kFloatBytes = kFloats * static_cast<int>(sizeof(float));
-  // Lookups whose gradients are loaded together; many by whole chunks, or by elements where rows are not aligned.
+  // Lookups whose gradients are loaded together. kMany depends on whether loads are of whole chunks, or of elements
+  // (rows that are not aligned).
   static constexpr int kFew = kLaneChunks != 1 ? 2 : 4;
   static constexpr int kManyWhole = kElements > 4 ? 4 : kWireBytes > 8 ? 8 : 16;
   static constexpr int kManyByElements = kElements > 4 ? 4 : 16 / kElements;
   static constexpr int kMany = kLaneChunks != 1 ? 2 : Traits::kIsAligned ? kManyWhole : kManyByElements;
 
-  // Of fewer than 2 * kCount lookups.
+  // Adds the gradients of fewer than 2 * kCount lookups.
   template <int kCount>
   PO_FN void add_rest(const GroupView& view, const Window& window, int part, int at, int last, Columns& sums) const {
     if (at + kCount <= last) {
@@ -137,7 +139,7 @@ class GradientSums {
     if constexpr (kCount > 1) add_rest<kCount / 2>(view, window, part, at, last, sums);
   }
 
-  // The gradients of kCount lookups, loaded together; `kMayEnd`: there may be fewer.
+  // Adds the gradients of kCount lookups, loaded together. `kMayEnd`: there may be fewer.
   template <int kCount, bool kMayEnd>
   PO_FN void add_some(const GroupView& view, const Window& window, int part, int at, int last, Columns& sums) const {
     Vector<kWireBytes> loaded[kCount][kLaneChunks];

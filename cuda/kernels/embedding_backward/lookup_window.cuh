@@ -1,4 +1,4 @@
-// Sorted lookups that a warp has in hand: where their gradients lie, and which rows begin among them.
+// The sorted lookups that a warp works on: where their gradients lie, and which rows begin among them.
 #pragma once
 
 #include "kernels/embedding_backward/plan.cuh"
@@ -7,16 +7,16 @@
 
 namespace po::embedding_backward {
 
-// What the rates of a launch's steps are.
+// Values of a launch's steps that all rows share.
 struct Rates {
   float rate;
   float scale;  // of gradients
   float correction1;
   float correction2;
-  uint32_t number;  // of the step; for stochastic rounding
+  uint32_t number;  // number of the step; for stochastic rounding
 };
 
-// A group as a warp that is at work in it needs it.
+// A group, as needed by a warp that works on it.
 struct GroupView {
   uint8_t* rows;
   float* state;  // kGradient: where its sums are, or those of all touched rows
@@ -25,33 +25,33 @@ struct GroupView {
   int64_t end_key;
   int32_t width;
   float inverse_width;
-  int32_t only_member;  // its table, or -1: there are several
+  int32_t only_member;  // the group's table, or -1 if it has several
   Rates rates;
   uint64_t seed;
 };
 
-// In shared memory, one for each warp.
+// In shared memory, one per warp.
 template <class Traits>
 struct LookupWindow {
-  // Behind a ticket's lookups there is room for the rest of the last row that begins among them.
+  // There is room for a ticket's lookups and for the rest of the last row that begins among them.
   static constexpr int kCapacity = kRangeLookups + kRangeLookups / 2;
 
   GroupView group;
   int32_t range;                             // lookups of a ticket
-  int32_t end;                               // of those of the one in hand
+  int32_t end;                               // end of the lookups of the current group
   const uint8_t* gradients[kCapacity];       // where the lookup's bag has its columns
-  typename Traits::Key rows[kRangeLookups];  // that begin here
+  typename Traits::Key rows[kRangeLookups];  // rows that begin here
   float factors[Traits::kHasFactors ? kCapacity : 1];
-  int32_t begins[kRangeLookups + 1];  // of these rows' lookups, and the end of the last one's
-  // In which tiles take them; one tile takes them as they are.
+  int32_t begins[kRangeLookups + 1];  // of these rows' lookups; then the end of the last row's
+  // The order in which tiles take the rows. A lone tile takes them as they are.
   uint8_t order[Traits::Tile::kPerWarp != 1 ? kRangeLookups : 1];
 };
 
-// What a window holds.
+// The contents of a window.
 struct Filled {
   int num_rows;
-  bool is_open;  // the last row's lookups go on behind the window
-  int next;      // lookup behind those looked at
+  bool is_open;  // the last row's lookups continue after the window
+  int next;      // the first lookup that was not examined
 };
 
 template <class Traits>
@@ -64,11 +64,11 @@ class WindowFiller {
   PO_FN WindowFiller(const Plan& plan, const Call& call, Window& window, int count)
       : plan_(plan), call_(call), window_(window), count_(count) {}
 
-  // Looks at the lookups from `begin` on that are the group's; rows that begin among the ticket's are found.
+  // Examines the group's lookups from `begin` on, and finds the rows that begin among the ticket's lookups.
   PO_FN Filled fill(int begin) const {
     const auto end_key = static_cast<Key>(window_.group.end_key);
     Filled filled{0, false, window_.end};
-    warp_.sync();  // the last ones have been read
+    warp_.sync();  // all lanes have read the last contents
     PO_NO_UNROLL
     for (int batch = 0; batch < Window::kCapacity; batch += kAtOnce * warp_.size()) {
       Queue<Key> keys;
@@ -98,7 +98,7 @@ class WindowFiller {
           window_.begins[number] = i;
         }
         filled.num_rows += warp_.count(begins);
-        // The first lookup of another row that does not begin here: the last one that does ends before it.
+        // The first lookup of another row that does not begin here. The last row that begins here ends before it.
         const int stop = warp_.first(!begins && key != before);
         if (stop < warp_.size()) {
           filled.next = min_of(filled.next, begin + first + stop);                // the group may end there
@@ -113,11 +113,12 @@ class WindowFiller {
     return filled;
   }
 
-  // Puts the first `count` rows in an order in which tiles that go through them side by side have about as many lookups each: by
-  // their number, if each lane has one. More rows than lanes have a lookup or two, most of them, and stay as they are.
+  // Orders the first `count` rows by their number of lookups, so that tiles that take rows side by side have about as
+  // many lookups each. It does so if there are no more rows than lanes. With more, most rows have a lookup or two, and
+  // stay in their order.
   PO_FN void order_rows(int count) const {
     static_assert(kRangeLookups <= 256, "a row's number is a byte");
-    constexpr int kMost = 6;  // lookups that are told from more
+    constexpr int kMost = 6;  // so many lookups or more count alike
     const int row = warp_.rank();
     if (count > warp_.size()) {
       for (int other = row; other < count; other += warp_.size()) window_.order[other] = static_cast<uint8_t>(other);
@@ -137,18 +138,18 @@ class WindowFiller {
     warp_.sync();
   }
 
-  // Takes so many lookups of one row from `begin` on.
+  // Takes `count` lookups of one row from `begin` on.
   PO_FN void refill(int begin, int count) const {
     // @window-read-by-lanes
-    warp_.sync();  // the last ones have been read
+    warp_.sync();  // all lanes have read the last contents
     PO_NO_UNROLL
     for (int i = warp_.rank(); i < count; i += warp_.size()) place(call_.bags[begin + i], begin + i, i);
     warp_.sync();
   }
 
  private:
-  // What a lane has of some lookups, all asked for together, since a warp can do nothing before it knows them; taken one by one
-  // in a loop that is not unrolled, as code that is fetched takes time too.
+  // Lookups of a lane that are loaded together, since a warp can do nothing before it knows them. A loop that is not
+  // unrolled processes them one by one, since fetching code takes time too.
   static constexpr int kAtOnce = 3;
   static_assert(Window::kCapacity % (kAtOnce * kWarpSize) == 0, "whole batches");
 
@@ -165,14 +166,14 @@ class WindowFiller {
     }
   };
 
-  // Behind the last lookup, and behind the group's, one that no row has.
+  // After the last lookup and after the group's, a key that no row has.
   PO_FN Key key_at(int at, Key end_key) const {
     return at < count_ ? min_of(static_cast<const Key*>(call_.keys)[at], end_key) : end_key;
   }
 
   PO_FN int32_t bag_at(int at) const { return at < count_ ? call_.bags[at] : 0; }
 
-  // Notes where the gradient of a lookup's bag is: in this PE's own, or in the staging.
+  // Notes where the gradient of a lookup's bag is: in this PE's own gradient, or in the staging.
   PO_FN void place(int32_t bag, [[maybe_unused]] int at, int i) const {
     const auto batch = static_cast<int32_t>(plan_.batch);
     const GroupView& group = window_.group;

@@ -1,4 +1,4 @@
-// What a launch of embedding_backward is told: configuration, plan, call.
+// The inputs of a launch of embedding_backward: configuration, plan, call.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,8 @@
 
 namespace po::embedding_backward {
 
-// kGradient: a row's sum is written, to Call::sums; rows are read for the gradients of factors alone.
+// kGradient: a row's sum is written to Call::sums; rows are read only for the gradients of per-sample weights
+// (factors).
 enum class Step { kSgd, kAdagrad, kRowwiseAdagrad, kAdam, kGradient };
 enum class Pooling { kSum, kWeightedSum, kMean };
 enum class Decay { kNone, kL2, kDecoupled };
@@ -23,12 +24,12 @@ struct Config {
   Pooling pooling = Pooling::kSum;
   Decay decay = Decay::kNone;
   Rounding rounding = Rounding::kNearest;
-  bool has_max_norm = false;  // row-wise Adagrad
+  bool has_max_norm = false;  // row-wise Adagrad only
   bool aligned = true;        // all rows of tables, states, gradient and staging begin at multiples of 16 bytes
   bool wide_keys = true;      // keys have 64 bits
-  int lanes = 32;             // of a warp that have a row: a tile
-  int row_chunks = 32;        // of 16 bytes of a row, that a tile has in registers
-  bool wide_rows = true;      // there are rows with more
+  int lanes = 32;             // of a warp that hold a row: a tile
+  int row_chunks = 32;        // chunks of 16 bytes of a row that a tile holds in registers
+  bool wide_rows = true;      // some rows have more
   int threads = 256;
   int blocks_per_sm = 2;
 };
@@ -49,7 +50,8 @@ struct Traits {
   static constexpr bool kHasWideRows = kConfig.wide_rows;
   static constexpr int kElements = kChunkBytes / static_cast<int>(sizeof(typename Scalar::Storage));  // of a chunk
   static constexpr int kRowChunks = kConfig.row_chunks;
-  // Columns of a long row that a lane of its warp adds up side by side: a chunk, or a part where there are fewer than lanes.
+  // Columns of a long row that a lane of its warp adds up side by side: a chunk, or a part of one if there are fewer
+  // chunks than lanes.
   static constexpr int kShare = kRowChunks < kWarpSize ? kElements * kRowChunks / kWarpSize : kElements;
   static constexpr int kThreads = kConfig.threads;
   static constexpr int kBlocksPerSm = kConfig.blocks_per_sm;
@@ -64,29 +66,29 @@ inline constexpr Phase kPhaseGradients = make_phase(kFirstPhase);
 PO_CONSTANT(kPhaseGradients)
 
 // Places of sorted lookups are 32-bit numbers.
-inline constexpr int kChunkLookups = 256;  // of a row, that are added up by themselves
-inline constexpr int kRangeLookups = 64;   // of a ticket, at most; rows whose lookups begin there are its warp's
-inline constexpr int kLeastRange = 8;      // of a ticket
-inline constexpr int kLeastRounds = 4;     // tickets of a warp, if there are as many lookups
-// Of the lookups that a slot for a chunk's sums stands for. A row with more than kChunkLookups lookups has as many slots as
-// chunks from that of its first lookup on, and a row behind it begins at a later slot.
+inline constexpr int kChunkLookups = 256;  // of a row, that are added up on their own
+inline constexpr int kRangeLookups = 64;   // of a ticket, at most; rows whose lookups begin there belong to its warp
+inline constexpr int kLeastRange = 8;      // of a ticket, at least
+inline constexpr int kLeastRounds = 4;     // tickets per warp, if there are enough lookups
+// Lookups for which there is one slot of a chunk's sums. A row with more than kChunkLookups lookups has as many slots
+// as chunks, from the slot of its first lookup on. A later row begins at a later slot.
 inline constexpr int kSlotLookups = 128;
 PO_CONSTANT(kSlotLookups)
-inline constexpr int kSumBytesAhead = 8192;  // of chunks' sums, that are on their way while a row's are added up
+inline constexpr int kSumBytesAhead = 8192;  // of chunks' sums, in flight while a row's sums are added up
 
 // ---- plan -----------------------------------------------------------------------------------------------------------
 
-// Rows that are updated together: a tensor, which may be several of this PE's tables.
+// Rows that are updated together: a tensor, which may hold several of this PE's tables.
 struct Group {
   uint8_t* rows;
   float* state;   // [num_rows] or [num_rows, width]
   float* second;  // [num_rows, width]; Adam
   int64_t num_rows;
-  int64_t width;  // elements
+  int64_t width;  // elements of a row
   int64_t first_key;
   int64_t first_member;
   int64_t num_members;
-  int64_t first_sum;  // in Call::sums, where that has all rows
+  int64_t first_sum;  // in Call::sums, if that has all rows
 };
 PO_DESCRIBE(Group, rows, state, second, num_rows, width, first_key, first_member, num_members, first_sum)
 
@@ -96,16 +98,16 @@ struct Table {
 };
 PO_DESCRIBE(Table, column, staged_offset)
 
-// A table's columns, as they go to its owner.
+// A table's columns, on their way to its owner.
 struct Push {
   int64_t owner;
-  int64_t table;  // the owner's number of it
+  int64_t table;  // the owner's number of the table
   int64_t width;
   int64_t column;
   uint64_t staged_offset;
-  uint64_t outgoing_offset;  // in this PE's own heap, where the owner is not reachable
-  int64_t first;             // push of those whose pieces take turns with its own: of tables with the same number
-  int64_t count;             // of these
+  uint64_t outgoing_offset;  // in this PE's own heap, if the owner is not reachable
+  int64_t first;             // first push of those with the same table number, whose pieces alternate
+  int64_t count;             // how many these are
 };
 PO_DESCRIBE(Push, owner, table, width, column, staged_offset, outgoing_offset, first, count)
 
@@ -118,17 +120,17 @@ struct Plan {
   int64_t num_groups;
   int64_t num_tables;
   int64_t num_pushes;
-  int64_t slice_samples;  // of a piece that is pushed
+  int64_t slice_samples;  // of a pushed piece
   int64_t num_slices;
-  int64_t pushing_wgs;         // at least, and under the sort
-  int64_t pushing_wg_lookups;  // of n lookups, this / n WGs push
-  uint64_t* pushed;            // [num_pushes + 1]: pieces that are on their way; those taken. 0 after every launch
+  int64_t pushing_wgs;         // that push at least, and those that push under the sort
+  int64_t pushing_wg_lookups;  // with n lookups, this / n WGs push
+  uint64_t* pushed;            // [num_pushes + 1]: pieces sent so far; pieces taken. 0 after every launch
   const int64_t* batch_start;
   int64_t batch;
   int64_t first_sample;  // of this PE
   int64_t num_samples;
   uint64_t staging_offset;
-  int64_t sum_elements;  // of a chunk's sums: the widest row's
+  int64_t sum_elements;  // of a chunk's sums: as many as the widest row has
   float eps;
   float weight_decay;
   float max_norm;
@@ -144,27 +146,27 @@ PO_DESCRIBE(Plan, team, groups, members, tables, pushes, num_groups, num_tables,
 struct Call {
   const uint8_t* gradient;  // [samples of this PE, columns of all PEs]
   int64_t gradient_stride;  // elements from one sample to the next
-  // Of the lookups in this PE's tables, sorted by key, which is a row of a group.
+  // The lookups in this PE's tables, sorted by key. A key is a row of a group.
   const void* keys;        // int32 or int64
   const int32_t* bags;     // table * batch + sample
-  const int32_t* lookups;  // which it was before; for what follows
+  const int32_t* lookups;  // their places before the sort; for embedding_weight_gradients
   const float* factors;
   float* factor_gradients;  // null: not wanted
-  int64_t num_factors;      // of the gradients; 0 where these are not wanted
-  const float* counts;      // by bag: its lookups that are not skipped
+  int64_t num_factors;      // of the gradients; 0 if they are not wanted
+  const float* counts;      // by bag: its number of lookups that are not skipped
   const int64_t* count;     // of lookups
   const float* rate;
   const float* scale;     // of gradients; null: 1
-  int64_t* step_count;    // that have been made
+  int64_t* step_count;    // steps so far
   float* beta_powers;     // [2]: beta1 and beta2 to this power
-  const uint64_t* seeds;  // [tables]: of their rounding; a group has its first table's
+  const uint64_t* seeds;  // [tables]: of stochastic rounding; a group uses its first table's
   float* chunk_sums;      // [lookups / kSlotLookups + 2, sum_elements]
-  uint64_t* chunks_done;  // [lookups / kSlotLookups + 2]: by the first slot of a row with several; 0 after every launch
-  // kGradient
-  float* sums;            // of all rows, group after group; or of those that lookups have
+  uint64_t* chunks_done;  // [lookups / kSlotLookups + 2]: at the first slot of a row with several; 0 after every launch
+  // For kGradient:
+  float* sums;            // of all rows, group after group; or of those that have lookups
   const int64_t* places;  // by a row's first lookup, where its sums begin; null: sums are of all rows
-  float* touched;         // by key: 1 is written where a row has lookups; null: not wanted
-  uint64_t forward_pass;  // its number; 0 where no peer takes part
+  float* touched;         // by key: 1 is written if a row has lookups; null: not wanted
+  uint64_t forward_pass;  // the number of the forward pass; 0 if no peer takes part
 };
 PO_DESCRIBE(Call, gradient, gradient_stride, keys, bags, lookups, factors, factor_gradients, num_factors, counts, count,
             rate, scale, step_count, beta_powers, seeds, chunk_sums, chunks_done, sums, places, touched, forward_pass)

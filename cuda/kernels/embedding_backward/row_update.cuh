@@ -1,6 +1,6 @@
-// One row whose gradients are added up (gradient_sums.cuh): the optimizer's step, or the sum alone. A group of lanes has it, or a
-// part of a wide one, in registers: a tile the rows of a window, the whole warp those with more lookups. A chunk is 16 bytes of
-// the row, and the same columns of gradients and states.
+// The optimizer's step, or the sum alone, for one row whose gradients are added up (gradient_sums.cuh). A group of
+// lanes holds the row, or a part of a wide row, in registers: a tile holds a row of a window, the whole warp a row with
+// more lookups. A chunk is 16 bytes of the row, and the same columns of gradients and states.
 #pragma once
 
 #include "kernels/embedding_backward/gradient_sums.cuh"
@@ -9,7 +9,7 @@
 
 namespace po::embedding_backward {
 
-// `Lanes` have the row. `kEarly`: where it has one part, it is on its way while its gradients are added up.
+// `Lanes` hold the row. `kEarly`: a row of one part is loaded while its gradients are added up.
 template <class Traits, class Lanes, bool kEarly>
 class RowUpdate {
  public:
@@ -37,7 +37,7 @@ class RowUpdate {
   PO_FN const Lanes& lanes() const { return lanes_; }
   PO_FN const Sums& sums() const { return sums_; }
 
-  // What becomes of a row whose first lookup is number `first` of the sorted ones. `sum_of(part, sums)` adds up a part's
+  // Updates a row whose first lookup is number `first` of the sorted ones. `sum_of(part, sums)` adds up a part's
   // gradients.
   template <class SumOf>
   PO_FN void finish(const GroupView& view, int64_t row, int first, const SumOf& sum_of) const {
@@ -48,8 +48,8 @@ class RowUpdate {
     }
   }
 
-  // Of the window's lookups first, first + stride, ...: the bag's gradient times the row, before the row changes. The window's
-  // first lookup is number `begin` of the sorted ones.
+  // For the window's lookups first, first + stride, ...: writes the product of the bag's gradient and the row before
+  // its update. The window's first lookup is number `begin` of the sorted ones.
   PO_FN void differentiate_factors(const GroupView& view, int64_t row, const Window& window, int begin, int first,
                                    int last, int stride) const {
     PO_NO_UNROLL
@@ -87,7 +87,7 @@ class RowUpdate {
   static constexpr bool kHasStates = Traits::kStep == Step::kAdagrad || Traits::kStep == Step::kAdam;
   struct None {};
 
-  // By what row-wise Adagrad multiplies a row's gradient, and then the row.
+  // Factors of row-wise Adagrad: for a row's gradient, and then for the row.
   struct RowFactors {
     float rate = 0.0f;
     float shrinkage = 1.0f;
@@ -100,7 +100,7 @@ class RowUpdate {
     std::conditional_t<Traits::kStep == Step::kAdam, Columns, None> second;
   };
 
-  // Whether an element of a chunk is one of the row's; where rows are aligned, all of a chunk are, or none.
+  // Whether an element of a chunk belongs to the row. With aligned rows, all elements of a chunk do, or none.
   static PO_FN bool is_column(int e, int left) { return (Traits::kIsAligned ? 0 : e) < left; }
 
   PO_FN Old load_old(const GroupView& view, int64_t row, int part) const {
@@ -183,7 +183,7 @@ class RowUpdate {
     }
   }
 
-  // Of the part's columns, with weight decay where that is a part of the gradient.
+  // Adds the squares of the part's columns, with weight decay if it is a part of the gradient.
   PO_FN float add_squares(const GroupView& view, int part, const Old& old, const Columns& sums, float total) const {
     float squares[kLaneChunks];
     PO_UNROLL
@@ -201,13 +201,13 @@ class RowUpdate {
     return sum_by_trees(lanes_, squares, total);
   }
 
-  // Asked for before the row's gradients are added up, since it is needed as soon as these are squared.
+  // Loaded before the row's gradients are added up, since it is needed as soon as these are squared.
   PO_FN float load_row_state(const GroupView& view, int64_t row) const {
     if constexpr (kIsRowwise) return view.state[row];
     return 0.0f;
   }
 
-  // Adds to the row's state, which was `state`; returns by what its gradient is to be multiplied.
+  // Adds the squares to the row's state, which was `state`. Returns the factor of the row's gradient.
   PO_FN float row_rate(const GroupView& view, int64_t row, float state, float squares) const {
     float rate = 0.0f;
     if (lanes_.rank() == 0) {
@@ -218,7 +218,7 @@ class RowUpdate {
     return lanes_.shuffle(rate, 0);
   }
 
-  // Of the part's columns as row-wise Adagrad's step makes them.
+  // Adds the squares of the part's columns after row-wise Adagrad's step.
   PO_FN float add_stepped_squares(const GroupView& view, int part, const Old& old, const Columns& sums, float rate,
                                   float total) const {
     float squares[kLaneChunks];
@@ -236,7 +236,7 @@ class RowUpdate {
     return sum_by_trees(lanes_, squares, total);
   }
 
-  // By what a row with this sum of squares is multiplied, so that its norm is not above max_norm.
+  // The factor that brings the norm of a row with this sum of squares down to max_norm.
   PO_FN float shrinkage(float squares) const {
     const float norm = square_root(squares);
     return norm > plan_.max_norm ? plan_.max_norm / norm : 1.0f;
@@ -267,7 +267,7 @@ class RowUpdate {
     }
   }
 
-  // A chunk's random bits depend on the table, the step, the row and the columns alone.
+  // A chunk's random bits depend only on the table, the step, the row and the columns.
   PO_FN Chunk rounded(const GroupView& view, int64_t row, int element, const float (&values)[kElements]) const {
     Storage stored[kElements];
     if constexpr (kIsStochastic) {

@@ -1,4 +1,4 @@
-// Where bags are, in a PE's own lookups, and where slots begin in its messages.
+// Finds where bags are in a PE's own lookups, and where slots begin in its messages.
 #pragma once
 
 #include "kernels/inputs/message.cuh"
@@ -7,13 +7,13 @@ namespace po::embedding_inputs {
 
 // ---- where bags are -------------------------------------------------------------------------------------------------
 
-// Sums of lengths, or maxima of offsets; both of numbers from 0 up.
+// Combines sums of lengths, or maxima of offsets; both of numbers from 0 up.
 template <class Traits>
 PO_FN int64_t combined(int64_t before, int64_t value) {
   return Traits::kLengths ? before + value : max_of(before, value);
 }
 
-// Of the lanes up to this one.
+// Over the lanes up to this one.
 template <class Traits>
 PO_FN int64_t combined_through(const Warp& warp, int64_t value) {
   PO_UNROLL
@@ -24,11 +24,12 @@ PO_FN int64_t combined_through(const Warp& warp, int64_t value) {
   return value;
 }
 
-// What a lane asks for together. A warp has little to compute, and waits for the memory: once for all of them. A host's
-// thread finds it in its caches.
+// Bounds that a lane loads together. A warp computes little and waits for memory, so it waits once for all of them. A
+// host's thread finds them in its caches.
 inline constexpr int kBoundsAtOnce = PO_ON_DEVICE ? 8 : 2;
 
-// Calls `take(i, before)` of numbers 0 to `count`, with what those before it come to, and returns what all come to.
+// Calls `take(i, before)` for the numbers below `count`, where `before` combines the numbers before i. Returns the
+// combination of all.
 template <class Traits, class Load, class Take>
 PO_FN int64_t scan(const Warp& warp, int64_t before, int32_t count, const Load& load, const Take& take) {
   PO_NO_UNROLL
@@ -51,7 +52,7 @@ PO_FN int64_t scan(const Warp& warp, int64_t before, int32_t count, const Load& 
   return before;
 }
 
-// A PE's bags, by number: feature * samples + sample; and chunks of them, feature * chunks of a feature + chunk.
+// A PE's bags, by number: feature * samples + sample. Chunks of them: feature * chunks of a feature + chunk.
 template <class Traits>
 class Bags {
  public:
@@ -62,7 +63,7 @@ class Bags {
   PO_FN int32_t chunks_per_feature() const { return shared_.chunks_per_feature; }
   PO_FN int32_t first_bag(int32_t feature, int32_t part) const { return feature * samples() + part * chunk_bags(); }
   PO_FN int32_t num_bags(int32_t part) const { return min_of(chunk_bags(), samples() - part * chunk_bags()); }
-  // What the begin of the first bag of all is a sum or maximum of.
+  // The start value: 0 of sums, the begin of the first bag of maxima.
   PO_FN int64_t seed() const { return Traits::kLengths || samples() == 0 ? 0 : cut(begin(0)); }
   PO_FN int64_t length_or_end(int32_t bag) const { return bounds()[Traits::kLengths ? bag : bag + 1]; }
   PO_FN int64_t begin(int32_t bag) const { return bounds()[bag]; }
@@ -82,21 +83,21 @@ PO_FN void report_bad_input(const Plan& plan, InputErrorKind kind, int64_t outer
   if (plan.reports_bad_input != 0) report_input_error(plan.team, kind, outer, inner, value, limit);
 }
 
-// Whether WG 0's threads, or this WG's, have all come through.
+// Whether no thread of the WG has given up.
 PO_FN bool all_threads(const WorkGroup& wg, Shared& shared, Check check, bool is_good) {
   if (!is_good) flag_store_relaxed_wg(&shared.failed[check], 1);
   wg.sync();
   return flag_load_relaxed_wg(&shared.failed[check]) == 0;
 }
 
-// One launch's work to find out what is where.
+// The work of one launch that finds places of bags and slots.
 template <class Traits>
 class Finder {
  public:
   PO_FN Finder(const WorkGroup& wg, Shared& shared, const Call& call)
       : wg_(wg), shared_(shared), plan_(shared.plan), call_(call), bags_(shared, call) {}
 
-  // Returns false where the launch was given up.
+  // Returns false if the launch was given up.
   PO_FN bool run() const {
     const int32_t num_chunks = static_cast<int32_t>(plan_.num_features) * bags_.chunks_per_feature();
     const int32_t stride = wg_.num_warps() * wg_.count();
@@ -105,7 +106,7 @@ class Finder {
       add_up(chunk);
     }
     // @sums-sync
-    wg_.sync();  // the sums of all warps are before the flag
+    wg_.sync();  // orders the sums of all warps before the flag
     if (wg_.rank() == 0) flag_store_release_sys(plan_.added_up + wg_.index(), launch_flag(plan_.team));
     if (wg_.index() == 0) {
       if (!await_sums()) return false;
@@ -170,7 +171,7 @@ class Finder {
                      bags_.length_or_end(bag), call_.num_values);
   }
 
-  // WG 0: where chunks begin, and from that where slots begin in messages.
+  // WG 0: finds where chunks begin, and from that where slots begin in messages.
   PO_FN void find(int32_t num_chunks) const {
     if (wg_.warp_index() == 0) scan_chunks(num_chunks);
     // @chunks-sync
@@ -190,7 +191,7 @@ class Finder {
     check_ends(before);
   }
 
-  // The first bag begins at 0, and the last one ends with the values.
+  // Checks that the first bag begins at 0, and that the last one ends with the values.
   PO_FN void check_ends(int64_t total) const {
     if (Traits::kLengths || bags_.samples() == 0) {
       if (total != call_.num_values) report_bad_input(plan_, kBadTotal, 0, 0, total, call_.num_values);

@@ -1,4 +1,4 @@
-// What a launch of embedding_inputs is given, and what regions and messages look like.
+// The inputs of a launch of embedding_inputs, and the layout of regions and messages.
 #pragma once
 
 #include "comm/launch.cuh"
@@ -18,12 +18,12 @@ PO_CONSTANT(kNoRoom)
 
 // ---- regions --------------------------------------------------------------------------------------------------------
 
-// What a message begins with. That some other message of the same PE found no room, every PE learns from it.
+// The beginning of a message. Its last fields report, to every PE, that another message of the same PE found no room.
 struct alignas(128) Header {
   int64_t samples;
   int64_t count;       // lookups for this owner
-  int64_t left_out;    // as many where they are more than the region has room for, and none of them came; else 0
-  int64_t full_owner;  // of the PE's longest message that was left out; -1: there is none
+  int64_t left_out;    // the number of lookups if they exceed the region's room, so that none of them came; else 0
+  int64_t full_owner;  // of the PE's longest message that was left out; -1 if none was
   int64_t full_count;
   int64_t full_capacity;
 };
@@ -34,7 +34,7 @@ PO_FN constexpr uint64_t aligned(uint64_t bytes) {
   return (bytes + kRegionAlignment - 1) / kRegionAlignment * kRegionAlignment;
 }
 
-// Where the parts of a region are, from its begin: header, offsets, indices, weights.
+// The places of a region's parts, from its begin: header, offsets, indices, weights.
 struct Region {
   uint64_t indices;
   uint64_t weights;
@@ -55,24 +55,24 @@ PO_QUERY(region_bytes, (int64_t slots, int64_t max_samples, int64_t capacity, in
 
 // ---- arguments ------------------------------------------------------------------------------------------------------
 
-// One of the tables of an owner.
+// One of an owner's tables.
 struct Slot {
   int64_t feature;
   int64_t num_rows;
 };
 PO_DESCRIBE(Slot, feature, num_rows)
 
-// A PE, as the one that a message is for.
+// A PE as the receiver of a message.
 struct Owner {
-  int64_t first_slot;  // in Plan::slots, and plus the PE's number in Plan::slot_begins
+  int64_t first_slot;  // in Plan::slots; plus the PE's number, in Plan::slot_begins
   int64_t num_slots;
   int64_t capacity;          // of this PE's messages
   uint64_t region_offset;    // of this PE's region, from where the owner's regions begin
-  uint64_t outgoing_offset;  // where it is filled in this PE's own heap, if the owner is not reachable
+  uint64_t outgoing_offset;  // in this PE's own heap, if the owner is not reachable
 };
 PO_DESCRIBE(Owner, first_slot, num_slots, capacity, region_offset, outgoing_offset)
 
-// A PE, as the one that a message is from.
+// A PE as the sender of a message.
 struct Sender {
   uint64_t region_offset;  // from where this PE's regions begin
   int64_t capacity;
@@ -86,31 +86,32 @@ struct Plan {
   const Sender* senders;
   int64_t num_features;
   int64_t max_samples;
-  int64_t chunk_bags;     // of a feature, that a warp adds up at once
-  int64_t piece_lookups;  // of a message, that a warp sends at once
-  int64_t contract_word;  // which one stands for the samples of all PEs
+  int64_t chunk_bags;     // of a feature: a warp adds up so many at once
+  int64_t piece_lookups;  // of a message: a warp sends so many at once
+  int64_t contract_word;  // the word that stands for the samples of all PEs
   int64_t reports_bad_input;
-  // Private, for one launch at a time:
+  // Private scratch, used by one launch at a time:
   int64_t*
       chunks;  // [features * chunks of a feature + 1]: sums, then what is before each; last: what is before the end
   int64_t* slot_begins;       // by owner, its slots and one more: where they begin in the message
   int64_t* longest;           // see Longest
-  uint64_t* added_up;         // [WGs + 1] flags: of each WG's sums; of what WG 0 has made of them
-  uint64_t* sent;             // by owner: pieces that are on their way; 0 after every launch
+  uint64_t* added_up;         // [WGs + 1] flags: a WG's sums are there; last: WG 0's results are there
+  uint64_t* sent;             // by owner: pieces sent so far; 0 after every launch
   const int32_t* no_offsets;  // [slots * max_samples + 1] zeros
 };
 PO_DESCRIBE(Plan, team, slots, owners, senders, num_features, max_samples, chunk_bags, piece_lookups, contract_word,
             reports_bad_input, chunks, slot_begins, longest, added_up, sent, no_offsets)
 
-// Plan::longest: pieces of the longest message that is sent; of the longest one that is not: owner, lookups, capacity.
+// Plan::longest: pieces of the longest message that is sent; owner, lookups and capacity of the longest one that is
+// not.
 enum Longest : int { kPieces = 0, kFullOwner = 1, kFullCount = 2, kFullCapacity = 3, kNumLongest = 4 };
 PO_CONSTANT(kNumLongest)
 
-// What a launch tells the host; `state`, a number by which the host knows the launch, last.
+// A launch's report to the host. `state` is set last, to a number by which the host knows the launch.
 struct Report {
   uint64_t state;
   uint64_t is_aborted;
-  int64_t full_source;  // the first PE with a message that found no room; -1: there is none
+  int64_t full_source;  // the first PE with a message that found no room; -1 if there is none
   int64_t full_owner;
   int64_t full_count;
   int64_t full_capacity;
@@ -125,7 +126,7 @@ struct Call {
   int64_t samples;
   uint64_t regions_offset;        // of this PE's regions, in its heap
   LookupSource* sources;          // [size]
-  Report* report;                 // null: that there is no room is bad input
+  Report* report;                 // null: a lack of room is bad input
   InputErrorRecord* input_error;  // of this exchange's caller alone; null: the workspace's
   uint64_t report_number;         // what `state` becomes
   uint64_t contract_hash;

@@ -1,4 +1,4 @@
-// Writing messages into the owners' regions.
+// Writes messages into the owners' regions.
 #pragma once
 
 #include "comm/credits.cuh"
@@ -7,7 +7,8 @@
 
 namespace po::embedding_inputs {
 
-// Looks once more at lookups from `source` on: errors are rare, so the loop that copies them remembers nothing.
+// Examines lookups from `source` on once more, to report errors. Errors are rare, so the loop that copies keeps
+// nothing.
 template <class Value>
 PO_NOINLINE void report_index(const Plan& plan, const Value* values, int64_t source, int32_t count, const Slot& slot) {
   for (int32_t i = 0; i < count; ++i) {
@@ -17,7 +18,7 @@ PO_NOINLINE void report_index(const Plan& plan, const Value* values, int64_t sou
   }
 }
 
-// Sends a message from this PE's heap to an owner that is not reachable, whose credit is here.
+// Puts a message from this PE's heap to an owner that is not reachable and has granted credit.
 template <class Traits>
 PO_NOINLINE void put_message(const Plan& plan, const Call& call, const Message& message, int owner_number) {
   const Team& team = plan.team;
@@ -30,7 +31,7 @@ PO_NOINLINE void put_message(const Plan& plan, const Call& call, const Message& 
     const uint8_t* source = team.heap + owner.outgoing_offset + offset;
     put_nbi(team, owner_number, region + offset, source, static_cast<uint64_t>(bytes));
   };
-  fence_acq_rel_sys();  // what all warps have copied, acquired through the count, is out for the network
+  fence_acq_rel_sys();  // publishes what all warps have copied, acquired through the count, to the network
   const int64_t num_offsets = message.is_left_out() ? 0 : owner.num_slots * call.samples + 1;
   const int64_t count = message.is_left_out() ? 0 : message.count();
   part(0, static_cast<int64_t>(sizeof(Header)) + num_offsets * static_cast<int64_t>(sizeof(int32_t)));
@@ -45,7 +46,7 @@ class Messenger {
  public:
   using Value = typename Traits::Value;
   using Index = typename Traits::Index;
-  // That a lane loads together, as registers allow.
+  // Elements that a lane loads together, as registers allow.
   static constexpr int kElementsAtOnce = sizeof(Index) == sizeof(int32_t) ? 12 : 6;
 
   PO_FN Messenger(const WorkGroup& wg, const Shared& shared, const Call& call)
@@ -55,7 +56,7 @@ class Messenger {
     const int32_t end = static_cast<int32_t>(plan_.longest[kPieces]) * team_.size;
     const int32_t stride = wg_.num_warps() * wg_.count();
     int owner = team_.rank;
-    int32_t written = 0;  // pieces for it that are not counted yet
+    int32_t written = 0;  // pieces for the owner that are not counted yet
     PO_NO_UNROLL
     for (int32_t at = wg_.warp_index() * wg_.count() + wg_.index(); at < end; at += stride) {
       const int next = (team_.rank + 1 + at % team_.size) % team_.size;  // this PE last
@@ -76,7 +77,7 @@ class Messenger {
     finish(owner, written);
   }
 
-  // What was put from may be overwritten after this.
+  // The sources of puts may be overwritten after this call.
   PO_FN void complete_puts() const {
     if (has_put_) put_quiet(team_);  // @inputs-quiet
   }
@@ -115,7 +116,7 @@ class Messenger {
     offsets[message.owner.num_slots * call_.samples] = static_cast<int32_t>(message.count());
   }
 
-  // A chunk of the bags of a slot: where they begin in the message.
+  // Writes where the bags of one chunk of a slot begin in the message.
   PO_FN void write_offsets(const Message& message, int32_t* offsets, int32_t piece) const {
     const int32_t slot = piece / bags_.chunks_per_feature();
     const int32_t part = piece % bags_.chunks_per_feature();
@@ -130,7 +131,7 @@ class Messenger {
         [&](int32_t i, int64_t begin) { target[i] = static_cast<int32_t>(moved + bags_.cut(begin)); });
   }
 
-  // Lookups from `first` on: of the slots that have some of them.
+  // Writes the lookups from `first` on, of all slots that have some of them.
   PO_FN void write_lookups(const Message& message, uint8_t* region, int32_t first) const {
     const auto end = static_cast<int32_t>(min_of(first + plan_.piece_lookups, message.count()));
     const Region parts = parts_of(message.owner);
@@ -155,7 +156,7 @@ class Messenger {
     }
   }
 
-  // The last one that begins at a lookup or before.
+  // The last slot that begins at or before a lookup.
   PO_FN int32_t slot_of(const Message& message, int32_t lookup) const {
     int32_t low = 0;
     auto high = static_cast<int32_t>(message.owner.num_slots);
@@ -171,7 +172,7 @@ class Messenger {
   PO_FN void copy_indices(Index* target, int64_t source, int32_t count, const Slot& slot) const {
     const auto* values = static_cast<const Value*>(call_.values) + source;
     const auto num_rows = static_cast<uint64_t>(slot.num_rows);
-    // More bytes than the lanes' registers have room for are on their way then.
+    // The prefetch keeps more bytes in flight than the lanes' registers have room for.
     prefetch_by_lanes<Cache::kL2>(warp_, values, count * static_cast<int32_t>(sizeof(Value)));
     bool is_bad = false;
     copy(target, count, [&](int32_t i) {
@@ -184,7 +185,8 @@ class Messenger {
     warp_.sync();
   }
 
-  // target[i] = element(i). A lane's elements lie a warp apart, so that a warp's stores fill lines, whatever the alignment.
+  // Stores target[i] = element(i). A lane's elements lie a warp apart, so that a warp's stores fill lines, whatever the
+  // alignment.
   template <class Element, class Make>
   PO_FN void copy(Element* target, int32_t count, const Make& element) const {
     const int32_t at_once = warp_.size() * kElementsAtOnce;
@@ -201,12 +203,12 @@ class Messenger {
     for (int32_t i = whole + warp_.rank(); i < count; i += warp_.size()) target[i] = element(i);
   }
 
-  // Counts pieces: together, as each count waits for all stores before it. Who brings the last one sends the message, or
-  // says that it is there.
+  // Counts `written` pieces together, since each count waits for all stores before it. The warp that brings the last
+  // piece sends the message, or signals that it is there.
   PO_FN void finish(int owner, int32_t written) {
     if (written == 0) return;
     // @inputs-of-lanes
-    warp_.sync();  // what all lanes have stored is before the count
+    warp_.sync();  // orders the stores of all lanes before the count
     if (warp_.rank() != 0) return;
     const Message message(plan_, bags_.chunks_per_feature(), owner);
     const auto num_pieces = static_cast<uint64_t>(message.num_pieces);

@@ -1,14 +1,15 @@
-// Which bag has a place among the lookups: a binary search among the bags' ends, halved as torch.searchsorted does it, so that
-// ends that fall, which no search can be right about, have the same answer here and there.
+// Finds the bag of a place among the lookups: a binary search among the bags' ends, halved like torch.searchsorted. So
+// ends that fall, for which no search has a right answer, have the same answer here and there.
 //
-// The answers rise with the place whatever the ends are: where two places part in the search, the lower one goes left.
+// The answers rise with the place whatever the ends are: where the searches for two places part, that for the lower
+// place goes left.
 #pragma once
 
 #include "platform/groups.cuh"
 
 namespace po {
 
-// A step of the search: the part of [begin, end) behind its middle, or before it.
+// A step of the search: goes on with the part of [begin, end) after its middle, or before it.
 PO_FN void halve(int32_t& begin, int32_t& end, bool goes_behind) {
   if (begin >= end) return;
   const int32_t middle = begin + (end - begin) / 2;
@@ -19,7 +20,7 @@ PO_FN void halve(int32_t& begin, int32_t& end, bool goes_behind) {
   }
 }
 
-// How many of the ends are found to be at the place or before it: the place's bag, or `count` where it has none. One thread.
+// Number of ends that the search finds at or before the place: the place's bag, or `count` if it has none. One thread.
 template <class Offset>
 PO_FN int32_t find_bag(const Offset* ends, int32_t count, int64_t place) {
   int32_t begin = 0;
@@ -28,11 +29,11 @@ PO_FN int32_t find_bag(const Offset* ends, int32_t count, int64_t place) {
   return begin;
 }
 
-// The same by a warp, in a fifth of the rounds: lanes look at all ends that the next halvings can come to. All lanes.
+// The same by a warp, in a fifth of the rounds: lanes look at all ends that the next halvings can reach. All lanes.
 template <class Offset>
 PO_FN int32_t find_bag(const Offset* ends, int32_t count, int64_t place, const Warp& warp) {
   constexpr int kHalvings = kWarpSize == 1 ? 1 : 5;
-  // Node 1 is the next middle; from node n the search goes on to 2n before it, or 2n + 1 behind it.
+  // Node 1 is the next middle. From node n the search continues at 2n (before n) or 2n + 1 (after n).
   const auto node = static_cast<uint32_t>(warp.rank() + 1);
   int32_t begin = 0;
   int32_t end = count;

@@ -15,7 +15,7 @@ inline constexpr int kMaxDigitBits = 8;
 PO_CONSTANT(kMaxDigitBits)
 static_assert(kMaxPasses * kMaxDigitBits >= 64, "the bits of a key");
 
-// A lookup on its way to its place: 8 bytes where that is enough.
+// A lookup on its way to its place, in 8 bytes.
 struct alignas(8) SmallEntry {
   using Key = uint32_t;
   static constexpr bool kHasLookup = false;
@@ -43,43 +43,43 @@ struct Plan {
   const int64_t* num_rows;    // [num_tables]
   int64_t num_tables;
   int64_t batch;           // bags of a table
-  const int32_t* members;  // [num_tables]: number of a table among those that have its rows; null: with one source
-  int64_t member_bits;     // of these; lookups of a row come by it first
+  const int32_t* members;  // [num_tables]: number of a table among those that share its rows; null: with one source
+  int64_t member_bits;     // bits of these numbers; lookups of a row come by them first
   int64_t num_passes;
   uint64_t* words;  // see Words
 };
 PO_DESCRIBE(Plan, team, first_keys, num_rows, num_tables, batch, members, member_bits, num_passes, words)
 
 struct Call {
-  LookupSource source;          // where there is one
-  const LookupSource* sources;  // of samples that follow one another, one of each PE; null: that one
+  LookupSource source;          // used if there is one
+  const LookupSource* sources;  // one per PE, whose samples follow one another; null: `source` is the only one
   int64_t num_sources;
-  // Scratch, whatever it holds:
+  // Scratch, with any contents:
   uint8_t* entries[2];   // each with room for whole tiles
   uint32_t* tile_words;  // [num_passes][kWordsAtOnce - 1 + tiles][digits]; see tile_words_bytes
-  // Results; null where not wanted:
+  // Results; null if not wanted:
   void* keys;
   int32_t* bags;
   int32_t* lookups;
-  uint32_t* counts;  // [num_tables * batch]; floats in the end
+  uint32_t* counts;  // [num_tables * batch]; converted to floats in the end
   int64_t* count;
 };
 PO_DESCRIBE(Call, source, sources, num_sources, entries, tile_words, keys, bags, lookups, counts, count)
 
 // Zero before and after every launch.
 struct Words {
-  alignas(128) uint64_t num_met;  // WGs that have come to a meeting, of all meetings
+  alignas(128) uint64_t num_met;  // arrivals of WGs at all meetings so far
   alignas(128) uint32_t histograms[kMaxPasses << kMaxDigitBits];
 };
 PO_DESCRIBE(Words, num_met, histograms)
 
-// What follows them.
+// Follows Words in memory.
 template <int kSources>
 struct WordsOfSources : Words {
-  uint64_t num_tiles[kSources];  // that have a lookup of a bag: a source's first ones
+  uint64_t num_tiles[kSources];  // of each source: its first tiles, those that have a lookup of a bag
 };
 
-inline constexpr int kWordsAtOnce = 4;  // of a look-back
+inline constexpr int kWordsAtOnce = 4;  // loaded by a look-back at once
 
 PO_FN constexpr int64_t tile_words_bytes(int64_t num_passes, int64_t num_tiles, int64_t num_digits) {
   return num_passes * (kWordsAtOnce - 1 + num_tiles) * num_digits * static_cast<int64_t>(sizeof(uint32_t));
@@ -92,20 +92,20 @@ struct Shared {
   Plan plan;
   uint64_t is_last;
   uint64_t gave_up;
-  uint64_t falling_tile;  // where the entries of one are in which the ends of bags were last seen to fall
+  uint64_t falling_tile;  // the tile in which the ends of bags were last seen to fall, by the address of its entries
   SumScratch scratch;
   int32_t first_tiles[Traits::kPes + 1];  // of each source
   int32_t made_tiles[Traits::kPes];
-  uint32_t bags_before[kMaxWarps];  // of a tile's, those that begin before the warp's places
+  uint32_t bags_before[kMaxWarps];  // of a tile's bags, those that begin before the warp's places
   int32_t first_bags[Traits::kTilesAtOnce];
   int32_t end_bags[Traits::kTilesAtOnce];
   uint32_t first_places[Traits::kDigits];   // of each digit, in the result of the pass
   uint32_t staged_places[Traits::kDigits];  // of each digit, in a tile
-  uint32_t shifts[Traits::kDigits];         // from places in a tile to those in the result
+  uint32_t shifts[Traits::kDigits];         // from places in a tile to places in the result
 };
 
-// A WG's arena: counters of each warp, one per digit, and a tile of entries. Where lookups are read: counters of each pass, and
-// marks where bags begin.
+// Bytes of a WG's arena: counters of each warp, one per digit, and a tile of entries. While lookups are read: counters
+// of each pass, and marks where bags begin.
 PO_FN constexpr int64_t arena_bytes(int64_t num_warps, int64_t tile_items, int64_t num_digits, int64_t bytes_of_entry) {
   return max_of<int64_t>(num_warps, kMaxPasses) * num_digits * 4 + tile_items * bytes_of_entry;
 }
@@ -129,7 +129,7 @@ class Arena {
   uint8_t* tile_;
 };
 
-// What the parts of the kernel have in common. There are fewer than 2^30 lookups, so places and tiles are 32-bit numbers.
+// The common state of the kernel's parts. There are fewer than 2^30 lookups, so places and tiles are 32-bit numbers.
 template <class Traits>
 struct Group {
   const WorkGroup& wg;
@@ -144,7 +144,7 @@ struct Group {
     most_tiles = shared.first_tiles[call.num_sources];
   }
 
-  // One thread, before anybody has a group.
+  // One thread, before any thread has a group.
   static PO_FN void number_tiles(const WorkGroup& wg, Shared<Traits>& shared, const Call& call) {
     const int32_t tile_items = wg.size() * Traits::kItems;
     int32_t first = 0;
@@ -159,7 +159,7 @@ struct Group {
     return call.sources == nullptr ? call.source : call.sources[number];
   }
 
-  // On the GPU the compiler knows them.
+  // On the GPU the compiler knows the number.
   PO_FN int num_threads() const { return PO_ON_DEVICE ? Traits::kThreads : wg.size(); }
   PO_FN int num_warps() const { return num_threads() / kWarpSize; }
   PO_FN int32_t tile_items() const { return num_threads() * Traits::kItems; }
@@ -167,10 +167,10 @@ struct Group {
   using Words = WordsOfSources<Traits::kPes>;
   PO_FN Words& words() const { return *reinterpret_cast<Words*>(plan.words); }
 
-  // Of a warp, in a tile.
+  // Places of a warp, in a tile.
   PO_FN int places_of_warp() const { return Traits::kItems * Warp().size(); }
 
-  // An item of this thread, in a tile: those of a warp lie side by side.
+  // The place of this thread's item in a tile. Items of a warp lie side by side.
   PO_FN int32_t place_of(int item) const {
     const Warp warp;
     return (wg.warp_index() * Traits::kItems + item) * warp.size() + warp.rank();
@@ -186,20 +186,21 @@ struct Group {
 
   PO_FN void give_up() const { flag_store_relaxed_wg(&shared.gave_up, 1); }
 
-  // Whether no thread of the WG has given up, before this. Between two of these lies a sync, so all have the same answer.
+  // Whether no thread of the WG has given up before this call. A sync lies between two calls, so all threads have the
+  // same answer.
   PO_FN bool goes_on() const {
     wg.sync();  // @inversion-all-done
     return flag_load_relaxed_wg(&shared.gave_up) == 0;
   }
 
-  // Comes to a meeting of all WGs, each of which sees behind it what all have written before.
+  // Arrives at a meeting of all WGs. After the meeting, each WG sees what all WGs have written before it.
   PO_FN void come_to_meeting() const {
     // @inversion-meet-sync
-    wg.sync();  // what all threads have written is before the count
+    wg.sync();  // orders what all threads have written before the count
     if (wg.rank() == 0) atomic_add_fetch_acq_rel_gpu(&words().num_met, 1);
   }
 
-  // Waits until all have come to the meeting of a number, from 1. False: gave up.
+  // Waits until all WGs have arrived at the meeting of this number, from 1. Returns false if the launch was given up.
   PO_FN bool await_meeting(int number) const {
     if (wg.rank() == 0) {
       const auto expected = static_cast<uint64_t>(number) * static_cast<uint64_t>(wg.count());

@@ -1,8 +1,9 @@
-// From indices and offsets to entries, and how many of their keys have which digit, in all passes.
+// Makes entries from indices and offsets, and counts for every pass how many keys have which digit.
 //
-// A tile is some lookups that lie side by side. Its bags are found by two searches, of its first place and of the place behind
-// it. Where the bags in between begin is marked in shared memory, and each lookup's bag is the one of the last mark before it. If
-// their ends rise, that is what a search among all ends finds: the ends outside of them send every place of the tile the same way.
+// A tile is some lookups that lie side by side. Two searches find its bags: one for its first place, one for the place
+// after its last. Marks in shared memory say where the bags in between begin; a lookup's bag is that of the last mark
+// up to it. If the ends of these bags rise, a search among all ends has the same answer: all other ends send every
+// place of the tile the same way.
 #pragma once
 
 #include "kernels/inversion/bag_search.cuh"
@@ -40,19 +41,19 @@ class LookupKeys {
         if (tile >= group_.most_tiles) break;
         const int source = enter(tile);
         const int32_t first_bag = group_.shared.first_bags[i];
-        if (first_bag == num_bags_) continue;  // nor has a tile of the source behind it a lookup of a bag
+        if (first_bag == num_bags_) continue;  // no tile of the next source has a lookup of a bag, either
         make_tile(first_bag, group_.shared.end_bags[i]);
         if (wg_.rank() == 0) atomic_fetch_add_relaxed_gpu(&group_.words().num_tiles[source], 1);
       }
     }
-    wg_.sync();  // all have counted their digits
+    wg_.sync();  // all threads have counted their digits
     for (int i = wg_.rank(); i < num_counters; i += group_.num_threads()) {
       if (counters[i] != 0) count_add_relaxed_gpu(group_.words().histograms + i, counters[i]);
     }
   }
 
  private:
-  // Goes on with a tile. Returns the number of its source.
+  // Continues with a tile. Returns the number of its source.
   PO_FN int enter(int32_t tile) {
     int number = 0;
     while (tile >= group_.shared.first_tiles[number + 1]) ++number;
@@ -66,10 +67,10 @@ class LookupKeys {
 
   PO_FN const Offset* ends() const { return static_cast<const Offset*>(source_->offsets) + 1; }
 
-  // The bags of the first place in each tile and of the place behind it.
+  // Finds the bags of the first place in each tile, and of the place after its last.
   PO_FN void find_bags(int32_t first, int32_t stride) {
     const Warp warp;
-    wg_.sync();  // the last ones have been read
+    wg_.sync();  // all threads have read the last results
     for (int i = wg_.warp_index(); i < 2 * Traits::kTilesAtOnce; i += group_.num_warps()) {
       const int32_t tile = first + stride * (i / 2);
       if (tile >= group_.most_tiles) break;
@@ -84,9 +85,9 @@ class LookupKeys {
     const TaskTrace trace(false);
     first_place_ = in_tile(static_cast<const Offset*>(source_->offsets)[0]);
     Key rows[kItems];
-    load(0, rows);  // on their way with the ends
+    load(0, rows);  // loaded together with the ends
     const bool is_marked = mark_bags(first_bag, end_bag - first_bag);
-    int32_t bag = first_bag;  // of the place before
+    int32_t bag = first_bag;  // of the previous place
     if (is_marked) bag += static_cast<int32_t>(group_.shared.bags_before[wg_.warp_index()]);
     PO_NO_UNROLL
     for (int item = 0; item < Traits::kItems; item += kItems) {
@@ -106,7 +107,7 @@ class LookupKeys {
     for (int u = 0; u < kItems; ++u) rows[u] = row_at(group_.place_of(item + u));
   }
 
-  // Of a lookup of the tile; one that no table has where the index does not fit.
+  // The row of a lookup of the tile. An index that does not fit becomes one that no table has.
   PO_FN Key row_at(int32_t place) const {
     if (begin_ + place >= source_->count) return kNoKey<Entry>;
     const Index index = static_cast<const Index*>(source_->indices)[begin_ + place];
@@ -114,18 +115,18 @@ class LookupKeys {
     return row < kNoKey<Entry> ? static_cast<Key>(row) : kNoKey<Entry>;
   }
 
-  // Counted from the tile's first place. Where all its places are on one side of an offset, it does not matter how far it is.
+  // The offset, counted from the tile's first place, and clamped if all places of the tile are on one side of it.
   PO_FN int32_t in_tile(Offset offset) const {
     const auto place = static_cast<int64_t>(offset);
     if (place <= begin_) return 0;
     return static_cast<int32_t>(min_of<int64_t>(place - begin_, group_.tile_items()));
   }
 
-  // Marks where bags begin that have lookups in the tile, each behind one of the ends of `first_bag` and those after it: by how many
-  // ends there are up to it. False where these do not rise, or are too many to go through.
+  // Marks where bags begin that have lookups in the tile. Each begins at one of the ends from `first_bag` on; its mark
+  // is the number of ends up to it. Returns false if these ends do not rise, or are too many to go through.
   PO_FN bool mark_bags(int32_t first_bag, int num_ends) const {
     constexpr int kMostEnds = sizeof(Entry) / 4;             // per place of the tile
-    const auto tile = reinterpret_cast<uint64_t>(entries_);  // stands for it
+    const auto tile = reinterpret_cast<uint64_t>(entries_);  // identifies the tile
     uint32_t* marks = group_.arena.marks();
     // @inversion-marks-read
     wg_.sync();  // the marks of the last tile have been read, and the bags of this one
@@ -135,7 +136,7 @@ class LookupKeys {
     wg_.sync();  // @inversion-marks-cleared
     for (int i = wg_.rank(); i < num_ends; i += group_.num_threads()) {
       const Offset* last = ends() + first_bag + i;
-      const int begin = in_tile(*last);  // of the bag behind it
+      const int begin = in_tile(*last);  // of the next bag
       const int end = i + 1 < num_ends ? in_tile(last[1]) : group_.tile_items();
       const auto number = static_cast<uint32_t>(i + 1);
       if (end < begin) flag_store_relaxed_wg(&group_.shared.falling_tile, tile);
@@ -149,7 +150,8 @@ class LookupKeys {
     return flag_load_relaxed_wg(&group_.shared.falling_tile) != tile;
   }
 
-  // The bags of this thread's items. `bag`: of the warp's last place before them; then of the last one of them.
+  // Finds the bags of this thread's items. `bag`: of the warp's last place before them; afterwards, of the last of
+  // them.
   PO_FN void find_marked(int item, int32_t first_bag, int32_t& bag, int32_t (&bags)[kItems]) const {
     const Warp warp;
     uint32_t marks[kItems];
@@ -165,7 +167,8 @@ class LookupKeys {
     }
   }
 
-  // The same where marks do not tell. One search at a time: bags pass through the marks, so that they are in registers all the same.
+  // The same without marks. One search at a time; bags pass through the memory of the marks, so that they stay in
+  // registers.
   PO_FN void search(int item, int32_t (&bags)[kItems]) const {
     uint32_t* marks = group_.arena.marks();
     PO_NO_UNROLL
@@ -177,7 +180,7 @@ class LookupKeys {
     for (int u = 0; u < kItems; ++u) bags[u] = static_cast<int32_t>(marks[group_.place_of(item + u)]);
   }
 
-  // Writes entries and counts digits, of rows and bags of the source. As many at a time as there are registers for.
+  // Writes entries and counts digits, of rows and bags of the source; as many at a time as there are registers for.
   PO_FN void finish(int item, const Key (&rows)[kItems], const int32_t (&bags)[kItems]) const {
     constexpr int kMost = 32 / static_cast<int>(sizeof(Entry));
     constexpr int kAtOnce = kItems % kMost == 0 ? kMost : kItems;
@@ -228,14 +231,15 @@ class LookupKeys {
     return entry;
   }
 
-  // The bag over the samples. By the reciprocal, which is rounded down, it is one too few at most: bags are below 2^31.
+  // The bag divided by the samples. The reciprocal is rounded down, so the quotient is too small by one at most: bags
+  // are below 2^31.
   PO_FN uint32_t table_of(uint32_t bag) const {
     const auto samples = static_cast<uint32_t>(source_->samples);
     const auto table = static_cast<uint32_t>(uint64_t{bag} * tables_per_bag_ >> 32);
     return bag - table * samples < samples ? table : table + 1;
   }
 
-  // Lookups of a bag lie side by side: the first lane of each bag counts for the others.
+  // Lookups of a bag lie side by side. The first lane of each bag counts for the others.
   PO_FN void count_bag(int32_t bag, bool counts) const {
     const Warp warp;
     const int32_t before = warp.shuffle(bag, max_of(warp.rank() - 1, 0));
@@ -251,12 +255,12 @@ class LookupKeys {
 
   const Group<Traits>& group_;
   const WorkGroup& wg_;
-  // Of the tile:
+  // The current tile:
   const LookupSource* source_ = nullptr;
   int32_t num_bags_ = 0;         // of the source
   uint32_t tables_per_bag_ = 0;  // in parts of 2^32
   int32_t begin_ = 0;            // in the source
-  int32_t first_place_ = 0;      // in the tile, that a bag may have
+  int32_t first_place_ = 0;      // place in the tile from which on lookups may have a bag
   uint8_t* entries_ = nullptr;
 };
 

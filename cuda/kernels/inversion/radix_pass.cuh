@@ -1,10 +1,12 @@
-// One pass of the sort: entries go to where those with a smaller digit, and those with the same one before them, leave them.
+// One pass of the sort: each entry goes after all entries with a smaller digit, and after those with the same digit
+// before it.
 //
-// How many have which digit is known of the whole; so a tile need only know how many of each digit the tiles before it have. It
-// tells its own numbers as soon as it has counted them, and adds up backwards what the tiles before have told, until one has
-// told the sum of all up to its own (decoupled look-back: Merrill and Garland 2016; Adinets and Merrill 2022). A number and
-// what it is of are one 32-bit word, so nothing need be ordered. A WG has every count()-th tile, in ascending order, and all WGs
-// are resident: the first tile that is not done is some WG's current one, and waits for nobody.
+// The number of entries per digit is known for the whole. So a tile only needs to know how many entries of each digit
+// the tiles before it have. It publishes its own numbers as soon as it has counted them. Then it adds up the numbers of
+// the tiles before it, backwards, until one of them has published the sum of all tiles up to its own (decoupled
+// look-back: Merrill and Garland 2016; Adinets and Merrill 2022). A number and its kind share one 32-bit word, so
+// nothing has to be ordered. A WG has every count()-th tile, in ascending order, and all WGs are resident. So the first
+// tile that is not done is some WG's current one, and waits for no other.
 #pragma once
 
 #include "kernels/inversion/entries.cuh"
@@ -14,9 +16,9 @@
 
 namespace po::embedding_inversion {
 
-inline constexpr uint32_t kOfTile = 1u << 30;     // above the number: of the entries of the tile
-inline constexpr uint32_t kOfAll = 2u << 30;      // of those of all tiles up to it
-inline constexpr uint32_t kNumber = kOfTile - 1;  // and the most lookups that there may be
+inline constexpr uint32_t kOfTile = 1u << 30;     // kind, above the number: entries of the tile
+inline constexpr uint32_t kOfAll = 2u << 30;      // kind: entries of all tiles up to it
+inline constexpr uint32_t kNumber = kOfTile - 1;  // bits of the number, and the largest number of lookups
 PO_CONSTANT(kNumber)
 
 template <class Traits>
@@ -25,7 +27,7 @@ class RadixPass {
   using Entry = typename Traits::Entry;
   static constexpr int kItems = Traits::kItems;
   static constexpr int kDigits = Traits::kDigits;
-  static constexpr int kDigitWarps = min_of(ceil_div(kDigits, 32), Traits::kThreads / 32);  // whose threads have digits
+  static constexpr int kDigitWarps = min_of(ceil_div(kDigits, 32), Traits::kThreads / 32);  // whose threads own digits
 
   PO_FN RadixPass(const Group<Traits>& group, int pass)
       : group_(group),
@@ -34,7 +36,7 @@ class RadixPass {
         is_last_(pass + 1 == group.plan.num_passes),
         tile_words_(group.tile_words(pass)) {}
 
-  // Returns how many entries there are in the result. All threads.
+  // Returns the number of entries in the result. All threads.
   PO_FN int32_t place_digits() {
     for (int i = wg_.rank(); pass_ == 0 && i < group_.call.num_sources; i += group_.num_threads()) {
       group_.shared.made_tiles[i] = static_cast<int32_t>(group_.words().num_tiles[i]);  // a sync follows
@@ -53,7 +55,8 @@ class RadixPass {
     return static_cast<int32_t>(total);
   }
 
-  // Sorts this WG's tiles of entries that lie side by side, or as they were made. False: gave up.
+  // Sorts this WG's tiles of entries. In the first pass entries lie as they were made, later side by side. Returns
+  // false if the launch was given up.
   PO_FN bool sort(int32_t num_entries) {
     int32_t num_tiles = ceil_div(num_entries, group_.tile_items());
     if (pass_ == 0) {
@@ -67,7 +70,7 @@ class RadixPass {
       const TaskTrace trace(false);
       const auto count = static_cast<int>(order(tile, entries));
       const int32_t next = tile + wg_.count();
-      if (next < num_tiles) load(next, num_entries, entries);  // on their way meanwhile
+      if (next < num_tiles) load(next, num_entries, entries);  // loaded meanwhile
       if (!find_shifts(tile)) group_.give_up();
       if (!group_.goes_on()) return false;
       store(count);
@@ -76,11 +79,11 @@ class RadixPass {
   }
 
  private:
-  // The digits of this thread.
+  // The first digit of this thread.
   PO_FN int first_digit() const { return min_of(wg_.rank() * ceil_div(kDigits, group_.num_threads()), kDigits); }
   PO_FN int end_digit() const { return min_of((wg_.rank() + 1) * ceil_div(kDigits, group_.num_threads()), kDigits); }
 
-  // Puts a tile's entries in the order of their digits, in shared memory. Returns how many there are.
+  // Puts a tile's entries in the order of their digits, in shared memory. Returns their number.
   PO_FN uint32_t order(int32_t tile, const Entry (&entries)[kItems]) const {
     uint32_t ranks[kItems];  // among the entries of the warp that have the digit
     rank(entries, ranks);
@@ -106,7 +109,7 @@ class RadixPass {
     }
   }
 
-  // Where the tile of a number is, of those that were made.
+  // The place of tile `number` among the tiles that were made.
   PO_FN int32_t made_tile(int32_t number) const {
     const Shared<Traits>& shared = group_.shared;
     int source = 0;
@@ -134,7 +137,7 @@ class RadixPass {
     }
   }
 
-  // The lanes, of those with an entry, that have the same digit as this one.
+  // The lanes with an entry of the same digit as this lane's.
   static PO_FN uint32_t lanes_with(const Warp& warp, uint32_t digit, bool is_there) {
     uint32_t same = warp.ballot(is_there);
     if constexpr (kWarpSize == 1) return same;
@@ -143,8 +146,9 @@ class RadixPass {
     return same;
   }
 
-  // From counters of each warp to how many entries of the warps before it have the digit; tells how many the tile has of each,
-  // and finds their places in it. Returns the number of entries. A thread has some digits.
+  // Turns the counters of each warp into the number of entries of earlier warps with the digit. Publishes how many
+  // entries of each digit the tile has, and finds their places in the tile. Returns the number of entries. A thread
+  // owns some digits.
   PO_FN uint32_t count_digits(int32_t tile) const {
     uint32_t own = 0;
     PO_NO_UNROLL
@@ -159,7 +163,7 @@ class RadixPass {
       }
       // @inversion-tells-tile
       count_store_relaxed_gpu(tile_word(tile, digit), (tile == 0 ? kOfAll : kOfTile) | count);
-      group_.shared.shifts[digit] = count;  // until find_shifts, of this thread alone
+      group_.shared.shifts[digit] = count;  // until find_shifts; for this thread alone
       own += count;
     }
     uint32_t total;
@@ -183,7 +187,7 @@ class RadixPass {
     }
   }
 
-  // Where the entries of this thread's digits go. False: gave up.
+  // Finds where the entries of this thread's digits go. Returns false if the launch was given up.
   PO_FN bool find_shifts(int32_t tile) const {
     PO_NO_UNROLL
     for (int digit = first_digit(); digit < end_digit(); ++digit) {
@@ -200,8 +204,8 @@ class RadixPass {
     return tile_words_ + static_cast<int64_t>(tile) * kDigits + digit;
   }
 
-  // Adds up how many entries of the tiles before have the digit, and tells the sum up to this tile. Asks for some tiles' words
-  // at a time; before the first tile's there are some that hold nothing.
+  // Adds up how many entries of the tiles before have the digit, and publishes the sum up to this tile. Loads the words
+  // of several tiles at a time; before the first tile's words there are some that hold nothing.
   PO_FN bool look_back(int32_t tile, int digit, uint32_t& sum) const {
     const Team& team = group_.plan.team;
     int32_t next = tile - 1;
@@ -215,12 +219,12 @@ class RadixPass {
         if (words[k] < kOfTile) return false;  // @inversion-told
         sum += words[k] & kNumber;
         --next;
-        if (words[k] >= kOfAll) return true;  // tile 0 tells no other
+        if (words[k] >= kOfAll) return true;  // always true of tile 0
       }
       return false;
     };
     WaitTrace trace(0);
-    for (uint32_t spins = 1; !look(); ++spins) {  // await_own, whose waits of all threads would fill a timeline
+    for (uint32_t spins = 1; !look(); ++spins) {  // not await_own: waits of all threads would fill a timeline
       if (wg_.rank() == 0) {
         trace.looked_in_vain(team.rank, 0);
       }
@@ -251,7 +255,7 @@ class RadixPass {
     });
   }
 
-  // use(entry, place in the result), for this thread's entries of a tile.
+  // Calls use(entry, place in the result) for this thread's entries of a tile.
   template <class Use>
   PO_FN void for_each_staged(int count, const Use& use) const {
     const Entry* staged = group_.arena.tile();
