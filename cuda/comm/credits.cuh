@@ -5,12 +5,12 @@
 
 namespace po {
 
-// Who has granted this epoch's credit to a group of threads that store in turn to one PE and another. Each thread remembers
-// kPesOfThread of them; the credit of PEs beyond those of all threads is looked at each time.
+// Remembers which peers have granted this epoch's credit to a group of threads that store to several PEs in turn. Each
+// thread remembers kPesOfThread of them. The credit of PEs beyond those of all threads is read each time.
 class Credits {
  public:
-  // Returns true when `receiver` has; waits for it the first time. One thread decides for the group: after an abort they may
-  // find different answers.
+  // Returns true if `receiver` has granted credit; waits for it the first time. One thread decides for the group, since
+  // after an abort threads may find different answers.
   template <class Group>
   PO_FN bool await(const Team& team, const Group& group, int receiver) {
     const auto number = static_cast<uint32_t>(receiver);
@@ -20,7 +20,7 @@ class Credits {
     if (is_kept && group.shuffle((granted_ & bit) != 0, keeper)) return true;
     const bool is_granted = group.rank() == 0 ? await_credit(team, receiver) : false;
     if (!group.shuffle(is_granted, 0)) return false;
-    group.sync();  // the first thread's acquire is before what all of them store
+    group.sync();  // orders the first thread's acquire before the stores of all
     if (group.rank() == keeper) granted_ |= bit;
     return true;
   }
@@ -28,7 +28,7 @@ class Credits {
  private:
   static constexpr uint32_t kPesOfThread = 32;
 
-  uint32_t granted_ = 0;  // bit p: PE p of this thread's has
+  uint32_t granted_ = 0;  // bit p: this thread's PE number p has granted credit
 };
 
 }  // namespace po

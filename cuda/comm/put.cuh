@@ -1,7 +1,7 @@
-// Moving bytes and flags to another PE, whatever lies between. The only file that may include NVSHMEM.
+// Moves bytes and flags to another PE, by stores or through the network. The only file that may include NVSHMEM.
 //
 // Reachable peer: plain stores, then a releasing flag store. Other peers: non-blocking puts, a fence that orders them
-// before the following signal, and the signal; `quiet` before their sources may be overwritten.
+// before the following signal, and the signal. `quiet` comes before their sources may be overwritten.
 #pragma once
 
 #include "comm/team.cuh"
@@ -32,18 +32,18 @@ PO_FN void put_nbi([[maybe_unused]] const Team& team, [[maybe_unused]] int peer,
 #endif
 }
 
-// Copies `bytes` at `offset` in the heap of a peer that is not reachable; returns when they are here. One thread.
+// Copies `bytes` from `offset` in the heap of a peer that is not reachable; returns when they have arrived. One thread.
 PO_FN void get([[maybe_unused]] const Team& team, [[maybe_unused]] int peer, [[maybe_unused]] uint64_t offset,
                [[maybe_unused]] void* target, [[maybe_unused]] uint64_t bytes) {
 #if !PO_ON_DEVICE
   team.network->get(peer, offset, target, bytes);
 #elif PO_WITH_NVSHMEM
   nvshmem_getmem(target, team.heap + offset, bytes, peer);
-  fence_acq_rel_sys();  // the network wrote it behind this multiprocessor's back
+  fence_acq_rel_sys();  // the network's write bypassed this multiprocessor
 #endif
 }
 
-// This thread's puts so far, to any peer, arrive before its signals after this.
+// Orders this thread's puts so far, to any peer, before its later signals.
 PO_FN void put_fence([[maybe_unused]] const Team& team) {
 #if !PO_ON_DEVICE
   team.network->fence();  // @put-fence
@@ -61,16 +61,17 @@ PO_FN void put_quiet([[maybe_unused]] const Team& team) {
 #endif
 }
 
-// After a poll on a flag that a peer which is not reachable signals has seen `value` or more: makes the puts before that
-// signal visible to this thread. On networks that deliver behind the GPU's back a load alone does not.
+// Makes the puts before a signal visible to this thread, after a poll on its flag has seen `value` or more from a peer
+// that is not reachable. A load alone does not, if the network delivers data and signals to the GPU by different paths.
 PO_FN void put_acquire([[maybe_unused]] const uint64_t* flag, [[maybe_unused]] uint64_t value) {
 #if PO_ON_DEVICE && PO_WITH_NVSHMEM
   nvshmem_uint64_test(const_cast<uint64_t*>(flag), NVSHMEM_CMP_GE, value);
 #endif
 }
 
-// Sets the flag at `offset` in a peer's heap. To a reachable peer this is a release: it covers all that this thread
-// has written or, through a sync or an acquire, observed. To others it follows the puts before the last put_fence.
+// Sets the flag at `offset` in a peer's heap. For a reachable peer this is a release: it covers everything that this
+// thread has written or, through a sync or an acquire, observed. For others it follows the puts before the last
+// put_fence.
 PO_FN void signal(const Team& team, int peer, uint64_t offset, uint64_t value) {
   trace_send(peer, offset);
   if (is_reachable(team, peer)) {

@@ -1,7 +1,7 @@
-// What every kernel knows about its world: the PEs' heaps, the flags in them, and where errors go.
+// A kernel's view of its world: the PEs' heaps, the flags in them, and where errors go.
 //
-// Offsets are bytes from the heap's base and the same on every PE. The host fills these structs, which it knows by their
-// descriptions (platform/describe.cuh).
+// Offsets are bytes from the heap's base and the same on every PE. The host fills these structs from their descriptions
+// (platform/describe.cuh).
 #pragma once
 
 #include "platform/describe.cuh"
@@ -13,8 +13,9 @@ inline constexpr int kEpochShift = 16;     // a flag is the epoch above a 16-bit
 PO_CONSTANT(kContractWords)
 PO_CONSTANT(kEpochShift)
 
-// A kernel that has something of each PE in registers or shared memory is compiled with room for a multiple of kPeStep PEs, as
-// many as its team needs. Of more than kMostPes PEs no WG's shared memory holds what the most demanding kernel has of each.
+// A kernel that keeps state per PE in registers or shared memory is compiled with room for a multiple of kPeStep PEs,
+// as many as its team needs. With more than kMostPes PEs, the state of the most demanding kernel would exceed a WG's
+// shared memory.
 inline constexpr int kPeStep = 64;
 inline constexpr int kMostPes = 1024;
 PO_CONSTANT(kPeStep)
@@ -29,27 +30,27 @@ struct alignas(128) Grant {
 };
 PO_DESCRIBE(Grant, flag, output_offset, contract)
 
-// Private to a PE, in device memory. Words that many WGs update stand on lines of their own.
+// Private to a PE, in device memory. Words that many WGs update have cache lines of their own.
 struct LocalState {
-  alignas(128) uint64_t epoch;     // of the last launch that ended, or has closed it; advanced by the last WG
+  alignas(128) uint64_t epoch;     // of the last launch that ended, or that closed its epoch; advanced by the last WG
   alignas(128) uint64_t ticket;    // next position of the task order
-  alignas(128) uint64_t departed;  // WGs that need this launch's epoch no more
-  alignas(128) uint64_t abort;     // the epoch that was given up, or 0; not 0: leave without waiting for anybody
+  alignas(128) uint64_t departed;  // WGs that no longer need this launch's epoch
+  alignas(128) uint64_t abort;     // the epoch that was given up, or 0; not 0: leave without further waits
   uint64_t error_claimed;          // the first WG to meet an error sets it and writes the record
   uint64_t input_error_claimed;    // the last epoch in which a WG met bad input
 };
 PO_DESCRIBE(LocalState, epoch, ticket, departed, abort, error_claimed, input_error_claimed)
 
-// What the host says of a PE, while launches run.
-inline constexpr uint64_t kLost = 1;  // has ended, so nobody need wait for it; of this PE: the host wants to leave
+// The host's word on a PE, set while launches run.
+inline constexpr uint64_t kLost = 1;  // the PE has ended, so no wait for it passes; of this PE: the host wants to leave
 inline constexpr uint64_t kPreparing =
     2;  // makes ready for a launch (compiles a kernel), which is no time waited for it
 PO_CONSTANT(kLost)
 PO_CONSTANT(kPreparing)
 
 enum ErrorKind : uint64_t { kNoError = 0, kTimeout = 1, kContractMismatch = 2, kPeerLost = 3, kReportedByPeer = 4 };
-// An abort word is the epoch above the ErrorKind (below kReportedByPeer) and the PE that is blamed. Its place says which PE
-// met the trouble first. Who passes a report on leaves place and word as they are.
+// An abort word is the epoch above the ErrorKind (below kReportedByPeer) and the blamed PE. The word's place names the
+// PE that met the error first. A PE that passes a report on keeps place and word.
 inline constexpr int kBlameKindShift = 14;
 static_assert(kMostPes <= 1 << kBlameKindShift && kReportedByPeer <= 1 << (kEpochShift - kBlameKindShift),
               "a kind and the number of a PE share the bits below the epoch");
@@ -59,8 +60,9 @@ PO_CONSTANT(kPeerLost)
 PO_CONSTANT(kReportedByPeer)
 PO_CONSTANT(kBlameKindShift)
 
-// What a wait is for: a code, and above it the wait's bound in eighths of the time-out. Operators have codes of their own,
-// from kFirstPhase on; what each means says the operator's module in Python, as it does of the kinds of bad input.
+// The purpose of a wait: a code, and above it the wait's bound in eighths of the time-out. Operators have codes of
+// their own, from kFirstPhase on. The operator's Python module has their meaning, as well as that of the kinds of bad
+// input.
 using Phase = uint32_t;
 inline constexpr int kCodeBits = 16;
 PO_CONSTANT(kCodeBits)
@@ -79,14 +81,14 @@ struct ErrorRecord {
   uint64_t epoch;
   uint64_t seen;
   uint64_t waited_ns;
-  uint64_t other_side;  // the PE that `peer_contract` is of
+  uint64_t other_side;  // the PE whose contract `peer_contract` is
   int64_t own_contract[kContractWords];
   int64_t peer_contract[kContractWords];
 };
 PO_DESCRIBE(ErrorRecord, state, kind, phase, peer, index, epoch, seen, waited_ns, other_side, own_contract,
             peer_contract)
 
-// What is wrong, where and with which value is for the operator to say; `operator_id` is its contract's first word.
+// The operator defines kind, place and value of the error; `operator_id` is its contract's first word.
 struct InputErrorRecord {
   uint64_t state;
   uint64_t kind;
@@ -100,7 +102,7 @@ PO_DESCRIBE(InputErrorRecord, state, kind, operator_id, outer, inner, value, lim
 
 class Network;  // host backend only
 
-inline constexpr int kGrantCopies = 2;  // from which grants are put in turn; why two are enough: see grant_credit
+inline constexpr int kGrantCopies = 2;  // sources of the grants' puts, alternating; two are enough: see grant_credit
 PO_CONSTANT(kGrantCopies)
 
 struct Team {
@@ -110,7 +112,7 @@ struct Team {
   const uint64_t* peer_heaps;  // [size] base of each PE's heap as mapped here; 0: not load/store reachable
   uint64_t grants_offset;      // Grant[size + kGrantCopies], indexed by receiver; the last are copies of this PE's own
   uint64_t ready_offset;       // uint64_t[size][ready_stride], indexed by sender
-  uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up first: epoch, why, because of whom
+  uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up first: epoch, error, blamed PE
   uint64_t ready_stride;
   LocalState* local;
   const uint64_t* host_says;  // [size] kLost, kPreparing; in device memory
@@ -120,7 +122,7 @@ struct Team {
   uint64_t contract_hash;
   int64_t contract[kContractWords];
   Network* network;
-  uint64_t epoch;  // of this launch; begin_launch fills it into each WG's own copy
+  uint64_t epoch;  // of this launch; begin_launch sets it in each WG's own copy
 };
 PO_DESCRIBE(Team, rank, size, heap, peer_heaps, grants_offset, ready_offset, abort_offset, ready_stride, local,
             host_says, error, input_error, timeout_ns, contract_hash, contract, network, epoch)

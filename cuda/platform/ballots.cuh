@@ -1,4 +1,4 @@
-// What a warp's lanes know of one another: who is first, how many come before, and sums over a row's chunks.
+// Exchanges between a warp's lanes: the first lane, the lanes before one, and sums over a row's chunks.
 #pragma once
 
 #include "platform/bits.cuh"
@@ -6,22 +6,22 @@
 
 namespace po {
 
-// A warp that counts.
+// A warp that can count.
 struct BallotWarp : Warp {
-  // Lanes before this one of which `condition` is true.
+  // Number of lanes before this one whose `condition` is true.
   PO_FN int count_below(bool condition) const { return count_bits(ballot(condition) & bits_below(rank())); }
 
-  // The first lane of which `condition` is true, or size().
+  // The first lane whose `condition` is true, or size().
   PO_FN int first(bool condition) const {
     const uint32_t lanes = ballot(condition);
     return lanes == 0 ? size() : lowest_bit(lanes);
   }
 };
 
-// Of some lanes of a warp those whose bit of a word is this lane's. All lanes.
+// Those of `lanes` whose bit of their word equals this lane's. All lanes.
 PO_FN uint32_t lanes_alike([[maybe_unused]] const Warp& warp, uint32_t lanes, uint32_t word, int bit) {
 #if PO_ON_DEVICE
-  // Of what C++ can say here nvcc 13.0 makes twice as many instructions: it works out the bit once for the ballot and once more.
+  // In C++ nvcc 13.0 makes twice as many instructions of this: it computes the bit twice, once for the ballot.
   asm volatile(
       "{ .reg .pred is_set; .reg .b32 same; and.b32 same, %1, %2; setp.ne.u32 is_set, same, 0;"
       " vote.sync.ballot.b32 same, is_set, %3; @!is_set not.b32 same, same; and.b32 %0, %0, same; }"
@@ -35,9 +35,9 @@ PO_FN uint32_t lanes_alike([[maybe_unused]] const Warp& warp, uint32_t lanes, ui
   return lanes;
 }
 
-// The sum of values of which a tile's lanes have kCount each; value i of a lane is number rank + i * lanes. Added up as a tree of
-// neighbors within 32 of them, and these sums to `total` in their order, so that it does not matter how many lanes a tile has.
-// All lanes get it.
+// The sum of values of which a tile's lanes have kCount each; value i of a lane is number rank + i * lanes. Groups of
+// 32 values are added as trees of neighbors, and their sums are added to `total` in order. So the result does not
+// depend on the number of lanes in a tile. All lanes get it.
 template <class Tile, int kCount>
 PO_FN float sum_by_trees([[maybe_unused]] const Tile& tile, float (&values)[kCount], float total) {
   constexpr int kTree = kCount * Tile::kSize < 32 ? kCount : 32 / Tile::kSize;  // a lane's values in a tree

@@ -13,7 +13,7 @@ PO_FN int count_bits(uint64_t word) {
 #endif
 }
 
-// Number of the lowest bit that is set; `word` is not 0.
+// Number of the lowest set bit; `word` is not 0.
 PO_FN int lowest_bit(uint64_t word) {
 #if PO_ON_DEVICE
   return __ffsll(static_cast<long long>(word)) - 1;
@@ -22,7 +22,7 @@ PO_FN int lowest_bit(uint64_t word) {
 #endif
 }
 
-// Number of the highest bit that is set; `word` is not 0.
+// Number of the highest set bit; `word` is not 0.
 PO_FN int highest_bit(uint32_t word) {
 #if PO_ON_DEVICE
   return 31 - __clz(static_cast<int>(word));
@@ -50,7 +50,7 @@ struct BitSet {
     return set;
   }
 
-  // Adds a number if `bit` is 1; it is 0 otherwise.
+  // Adds a number if `bit` is 1; `bit` is 0 or 1.
   PO_FN void add(int number, uint64_t bit = 1) { words[word_of(number)] |= bit << bit_of(number); }
   PO_FN void add(const BitSet& other) {
     for (int w = 0; w < kWords; ++w) words[w] |= other.words[w];
@@ -78,7 +78,7 @@ struct BitSet {
     return count;
   }
 
-  // The lowest number, which there is.
+  // The lowest number; the set is not empty.
   PO_FN int lowest() const {
     const int w = first_word();
     return 64 * w + lowest_bit(words[w]);
@@ -92,7 +92,7 @@ struct BitSet {
   static PO_FN int word_of(int number) { return kWords == 1 ? 0 : number / 64; }
   static PO_FN int bit_of(int number) { return kWords == 1 ? number : number & 63; }
 
-  // With a number. The last one, if the others have none.
+  // The first word that has a number; the last word if no other has one.
   PO_FN int first_word() const {
     int w = 0;
     while (w < kWords - 1 && words[w] == 0) ++w;

@@ -1,5 +1,5 @@
 // Clusters: kClusterSize<> WGs with neighboring indices, which become resident together and reach each other's shared
-// memory. On the host its WGs are threads like all others, with one more barrier.
+// memory. On the host a cluster's WGs are threads like all others, with one more barrier.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -18,7 +18,8 @@ class Cluster {
 
   PO_FN int rank() const { return wg_.index() % kSize; }  // of this WG
 
-  // All threads of all its WGs. What they have done to each other's shared memory is visible to all of them.
+  // All threads of all WGs of the cluster. Their accesses to each other's shared memory are visible to all of them
+  // afterwards.
   PO_FN void sync() const {
 #if PO_ON_DEVICE
     asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
@@ -27,8 +28,8 @@ class Cluster {
 #endif
   }
 
-  // Where something that lies at `own` in this WG's shared memory lies in that of the WG with this rank. A WG must not
-  // end while another one uses its memory: a sync comes before.
+  // The address, in the shared memory of the WG with this rank, of the object that lies at `own` in this WG's. A WG
+  // must not end while another one uses its memory: a sync comes before.
   template <class T>
   PO_FN T* of(T* own, int rank) const {
 #if PO_ON_DEVICE

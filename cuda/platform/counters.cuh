@@ -31,7 +31,7 @@ PO_FN void count_add_relaxed_gpu(uint32_t* word, uint32_t value) {
 #endif
 }
 
-// Counts up to `last`, and from there to 0.
+// Counts up to `last`, and then wraps to 0.
 PO_FN void count_up_relaxed_gpu(uint32_t* word, uint32_t last) {
 #if PO_ON_DEVICE
   asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(word), "r"(last) : "memory");
@@ -43,7 +43,7 @@ PO_FN void count_up_relaxed_gpu(uint32_t* word, uint32_t last) {
 #endif
 }
 
-// In shared memory, where several threads of the WG may store.
+// In shared memory; several threads of the WG may store to the word.
 PO_FN void count_store_relaxed_wg(uint32_t* word, uint32_t value) {
 #if PO_ON_DEVICE
   *static_cast<volatile uint32_t*>(word) = value;

@@ -1,8 +1,7 @@
-// What the host must know of the kernels' structs, constants and geometry, told by the headers themselves. A library
-// that includes this file and then a kernel answers in Python's stead of a second definition; everywhere else the macros
-// stand for nothing. No number is written in both languages.
+// Describes the kernels' structs, constants and geometry to the host. A library that includes this file and then a
+// kernel answers Python's queries, so no number is written in both languages. Everywhere else the macros are empty.
 //
-//   PO_DESCRIBE(Plan, team, rows)     every field, in order; what is left out does not compile
+//   PO_DESCRIBE(Plan, team, rows)     every field, in order; a struct with a missing field does not compile
 //   PO_CONSTANT(kTileRows)
 //   PO_QUERY(grid, (int64_t rows), expression)     a function of whole numbers
 #pragma once
@@ -23,7 +22,8 @@ namespace po::description {
 // Lines of words: "struct NAME SIZE", then "field NAME OFFSET KIND"; "constant NAME VALUE"; "query NAME".
 inline std::string lines;
 
-// i, u or f and bytes; a struct's name; in front of an element's kind how many there are.
+// The kind of a field: i, u or f and a number of bytes; or a struct's name. The length of an array precedes its
+// element's kind.
 template <class T>
 std::string kind_of() {
   if constexpr (std::is_array_v<T>) {
@@ -45,7 +45,7 @@ struct Extent {
   size_t alignment;
 };
 
-// Whether the fields leave no room for another one, but for what alignment takes.
+// Whether the fields leave no room for another one, except for alignment.
 constexpr bool are_all(size_t bytes, size_t alignment, std::initializer_list<Extent> fields) {
   const auto aligned = [](size_t place, size_t to) { return (place + to - 1) / to * to; };
   size_t end = 0;

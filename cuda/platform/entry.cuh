@@ -1,18 +1,18 @@
-// PO_ENTRY(name, Kernel): the launchable symbol of a kernel, on both backends. Who compiles it writes that line, behind the
-// kernel's header and with the kernel's configuration as a template argument.
+// PO_ENTRY(name, Kernel): the launchable symbol of a kernel, on both backends. The unit that compiles a kernel has this
+// line after the kernel's header, with the kernel's configuration as a template argument.
 //
-// Every launch takes a pointer to a plan and, by value, the kernel's `Call`: a struct of any size. A kernel gives
-// `Plan`, `Call`, `Shared` (what a WG has in shared memory, which begins with its copy of the plan), `kThreads`, `kBlocksPerSm` and
-// `run(wg, shared, call)`. One with a `begin(wg, call)` starts there what needs no plan, while the plan is still on its
-// way, and gets the result as a fourth argument of `run`. `kHostArenaBytes` is what `wg.arena()` has on the host; on the
-// GPU the launch says.
+// Every launch takes a pointer to a plan and, by value, the kernel's `Call`: a struct of any size. A kernel defines
+// `Plan`, `Call`, `Shared` (a WG's shared memory, which begins with its copy of the plan), `kThreads`, `kBlocksPerSm`
+// and `run(wg, shared, call)`. A kernel with a `begin(wg, call)` starts there what needs no plan, while the plan is
+// being loaded, and gets the result as the fourth argument of `run`. `kHostArenaBytes` is the size of `wg.arena()` on
+// the host; on the GPU the launch gives it.
 //
-// On the GPU a `Call` stays where the launch has put it, in the constant bank, so that its address can be taken. With
-// PO_ENTRY_HOLDING_CALL each thread has a copy in registers: for a kernel that is over so soon that to load a word again is
-// felt.
+// On the GPU a `Call` stays in the constant bank, where the launch puts it, so its address can be taken. With
+// PO_ENTRY_HOLDING_CALL each thread has a copy in registers: for a kernel so short that loading a word twice costs
+// time.
 //
-// PO_ENTRY_TRACED, and PO_ENTRY_HOLDING_CALL_TRACED, are of kernels that leave a timeline behind: their launches take a
-// TraceSink too.
+// PO_ENTRY_TRACED and PO_ENTRY_HOLDING_CALL_TRACED are for kernels that record a timeline: their launches also take a
+// TraceSink.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -27,7 +27,7 @@ namespace po {
 template <class Kernel>
 concept BeginsEarly = requires(const WorkGroup& wg, const typename Kernel::Call& call) { Kernel::begin(wg, call); };
 
-// The plan is read all through the launch, so each WG keeps a copy in shared memory.
+// The plan is read during the whole launch, so each WG keeps a copy in shared memory.
 template <class Kernel, class Trace = NoLaunchTrace>
 PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, const typename Kernel::Plan* plan,
                       const typename Kernel::Call& call, const Trace& trace = {}) {
@@ -36,7 +36,7 @@ PO_FN void run_kernel(const WorkGroup& wg, typename Kernel::Shared& shared, cons
   const auto* source = reinterpret_cast<const uint64_t*>(plan);
   auto* target = reinterpret_cast<uint64_t*>(&shared.plan);
   if constexpr (BeginsEarly<Kernel>) {
-    const uint64_t first = wg.rank() < kPlanWords ? source[wg.rank()] : 0;  // on its way while the kernel begins
+    const uint64_t first = wg.rank() < kPlanWords ? source[wg.rank()] : 0;  // loaded while the kernel begins
     auto begun = Kernel::begin(wg, call);
     if (wg.rank() < kPlanWords) target[wg.rank()] = first;
     for (int i = wg.rank() + wg.size(); i < kPlanWords; i += wg.size()) target[i] = source[i];
@@ -101,7 +101,7 @@ constexpr size_t host_arena_bytes() {
   return 0;
 }
 
-// A Call from where Python keeps it, which does not align it as much as a tensor map wants.
+// Copies a Call from Python's memory, which is less aligned than a tensor map needs.
 template <class Call>
 Call call_at(const void* bytes) {
   Call call;
@@ -109,8 +109,8 @@ Call call_at(const void* bytes) {
   return call;
 }
 
-// Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them. `sink`: null without a timeline.
-// Returns false where it ran none, as the system has no room for their threads.
+// Runs `num_wgs` WGs of `wg_size` threads to completion; the calling thread is one of them. `sink`: null without a
+// timeline. Returns false, without a run, if the system has no room for the threads.
 template <class Kernel>
 [[nodiscard]] bool run_on_host(const typename Kernel::Plan* plan, const typename Kernel::Call& call, int num_wgs,
                                int wg_size, const TraceSink* sink = nullptr) {
@@ -118,7 +118,7 @@ template <class Kernel>
     typename Kernel::Shared shared{};
     TraceState trace{};
     pthread_barrier_t barrier;
-    pthread_barrier_t cluster_barrier;  // of the first WG of a cluster
+    pthread_barrier_t cluster_barrier;  // used by the first WG of a cluster
     alignas(kArenaAlignment<>) uint8_t arena[max_of(host_arena_bytes<Kernel>(), size_t{1})]{};
   };
   auto* states = new WgState[static_cast<size_t>(num_wgs)];

@@ -26,7 +26,7 @@ struct WorkGroup {
   PO_FN int warp_index() const { return static_cast<int>(threadIdx.x / kWarpSize); }
   PO_FN int num_warps() const { return static_cast<int>(blockDim.x / kWarpSize); }
   PO_FN void sync() const { __syncthreads(); }
-  // Memory of this WG alone, as many bytes as the launch asked for, at a multiple of kArenaAlignment<>.
+  // Memory of this WG alone: as many bytes as the launch asked for, at a multiple of kArenaAlignment<>.
   PO_FN uint8_t* arena() const {
     extern __shared__ __align__(kArenaAlignment<>) uint8_t po_arena[];
     return po_arena;
@@ -40,7 +40,7 @@ struct Lanes {
 
   PO_FN int rank() const { return static_cast<int>(threadIdx.x % kWidth); }
   PO_FN int size() const { return kWidth; }
-  // Which of the warp's kPerWarp groups this is.
+  // Number of this group among the warp's kPerWarp groups.
   PO_FN int index() const { return static_cast<int>(threadIdx.x % kWarpSize / kWidth); }
   PO_FN void sync() const { __syncwarp(mask()); }
 
@@ -49,18 +49,18 @@ struct Lanes {
     return __shfl_sync(mask(), value, source, kWidth);
   }
 
-  // value + that of the lane whose number differs in the bits of `distance`.
+  // The sum of `value` here and in the lane whose number differs in the bits of `distance`.
   PO_FN float add_across(float value, int distance) const {
     return value + __shfl_xor_sync(mask(), value, distance, kWidth);
   }
 
-  // Bit l of a warp: `condition` of lane l.
+  // Bit l: `condition` of lane l.
   PO_FN uint32_t ballot(bool condition) const { return __ballot_sync(mask(), condition); }
 
-  // Of how many lanes `condition` is true.
+  // Number of lanes whose `condition` is true.
   PO_FN int count(bool condition) const { return __popc(ballot(condition)); }
 
-  // The bits that any lane has.
+  // The union of the bits of all lanes.
   PO_FN uint64_t union_of(uint64_t bits) const {
     const unsigned low = __reduce_or_sync(mask(), static_cast<unsigned>(bits));
     const unsigned high = __reduce_or_sync(mask(), static_cast<unsigned>(bits >> 32));
@@ -96,7 +96,7 @@ struct WorkGroup {
   pthread_barrier_t* barrier_;
   uint8_t* arena_;
   pthread_barrier_t* cluster_barrier_;
-  int64_t bytes_to_next_;  // from this WG's shared memory to that of the next one
+  int64_t bytes_to_next_;  // from this WG's shared memory to that of the next WG
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -137,8 +137,8 @@ struct Lanes {
 
 using Warp = Lanes<32>;
 
-// The sum of 32 values, of which each lane of a warp has some: value i of a lane is number rank + i * size of all. Added up as a
-// tree of neighbors, so the order is the same on both backends; all lanes get it.
+// The sum of 32 values that are spread over a warp's lanes: value i of a lane is number rank + i * size. Values are
+// added as a tree of neighbors, so the order is the same on both backends. All lanes get it.
 template <int kCount>
 PO_FN float tree_sum([[maybe_unused]] const Warp& warp, float (&values)[kCount]) {
   static_assert(kCount * kWarpSize == 32, "32 values in all");
@@ -154,15 +154,15 @@ PO_FN float tree_sum([[maybe_unused]] const Warp& warp, float (&values)[kCount])
 }
 
 #if PO_ON_DEVICE
-// Where some warps of a WG meet, `num_threads` in all. `barrier`: 1 to 15; sync() of a WG has 0.
+// A barrier of some warps of a WG, `num_threads` in all. `barrier`: 1 to 15; sync() of a WG uses 0.
 PO_FN void sync_warps(int barrier, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 #endif
 
-// Hands work from some threads of a WG to others, round after round, and does not make the former wait: what came before
-// the arrivals of a round is visible behind its await. Lies in shared memory. Nobody may be a round behind when the
-// next but one begins to arrive. On the GPU it is an mbarrier: a releasing atomic would first drain the thread's copies.
+// Hands work from some threads of a WG to others, round after round, without a wait of the former. Accesses before the
+// arrivals of a round are visible after its await. Lies in shared memory. No thread may be a round late when the next
+// but one begins to arrive. On the GPU it is an mbarrier: a releasing atomic would first drain the thread's copies.
 class Handover {
  public:
   // One thread; a sync of the WG must follow.
@@ -184,7 +184,7 @@ class Handover {
 #endif
   }
 
-  // Arrives for this thread when all copies (copy_async) that it has started are there.
+  // Arrives for this thread once all copies (copy_async) that it has started have landed.
   PO_FN void arrive_behind_copies() {
 #if PO_ON_DEVICE
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(address()) : "memory");
@@ -193,8 +193,8 @@ class Handover {
 #endif
   }
 
-  // Arrives for this thread; the round is over when, besides all arrivals, so many bytes of tiles (copy_tile_async) have
-  // come. Some may have come before.
+  // Arrives for this thread. The round ends when all arrivals have come, and `bytes` of tiles (copy_tile_async) have
+  // landed. Some bytes may have landed before.
   PO_FN void arrive_behind_tiles(uint32_t bytes) {
 #if PO_ON_DEVICE
     asm volatile("{ .reg .b64 s; mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 s, [%0], %1; }" ::"r"(address()),
@@ -212,7 +212,7 @@ class Handover {
   void tile_has_come(uint32_t bytes) { __atomic_sub_fetch(&missing_bytes_, bytes, __ATOMIC_RELEASE); }
 #endif
 
-  // Rounds count from 0. It waits for threads of this WG, and for tiles, which wait for no peer meanwhile.
+  // Rounds count from 0. The wait is for threads of this WG, and for tiles; these wait for no peer meanwhile.
   PO_FN void await(uint32_t round) const {
 #if PO_ON_DEVICE
     uint32_t is_over = 0;
@@ -231,7 +231,7 @@ class Handover {
 #endif
     }
 #else
-    // By parity alone, as on the GPU, so that whoever falls a round behind goes wrong here too.
+    // Compares the parity alone, as the GPU does, so that a thread that is a round late fails here too.
     // @handover-acquire
     while ((__atomic_load_n(&word_, __ATOMIC_ACQUIRE) / arrivals_per_round_ & 1) == (round & 1)) sched_yield();
     while (__atomic_load_n(&missing_bytes_, __ATOMIC_ACQUIRE) != 0) sched_yield();

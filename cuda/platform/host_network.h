@@ -1,4 +1,4 @@
-// The host backend's stand-in for a network: a proxy thread per PE that applies puts late and out of order. Kernels know
+// The host backend's stand-in for a network: a proxy thread per PE that applies puts late and out of order. Kernels see
 // it as a Network; it is compiled once for all of them.
 //
 // Between two fences it picks the next operation at random, after a random delay. A fence orders operations to the same
@@ -46,7 +46,7 @@ class DelayedNetwork final : public Network {
 
   void signal(int peer, uint64_t offset, uint64_t value) override { enqueue({peer, offset, nullptr, 0, value, 0}); }
 
-  // Overtakes what is under way, as a network may let it.
+  // Overtakes pending operations, as a network may.
   void get(int peer, uint64_t offset, void* target, uint64_t bytes) override {
     if (max_delay_us_ != 0) usleep(static_cast<useconds_t>(max_delay_us_ / 8));
     std::memcpy(target, reinterpret_cast<const uint8_t*>(peer_heaps_[static_cast<size_t>(peer)]) + offset, bytes);
@@ -81,7 +81,7 @@ class DelayedNetwork final : public Network {
     changed_.notify_all();
   }
 
-  // Any pending operation that no older generation to the same peer precedes may be next.
+  // Any pending operation may be next unless an older generation to the same peer is pending.
   size_t choose() {
     oldest_.assign(generation_.size(), UINT64_MAX);
     for (const Operation& operation : pending_) {
@@ -121,7 +121,7 @@ class DelayedNetwork final : public Network {
   void apply(const Operation& operation) {
     auto* target = reinterpret_cast<uint8_t*>(peer_heaps_[static_cast<size_t>(operation.peer)]) + operation.offset;
     if (operation.source == nullptr) {
-      // Releases the puts that this thread applied before, as the target's memory would show them.
+      // Releases the puts that this thread has applied, as the target's memory would show them.
       flag_store_release_sys(reinterpret_cast<uint64_t*>(target), operation.value);
     } else {
       std::memcpy(target, operation.source, operation.bytes);

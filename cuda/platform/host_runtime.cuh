@@ -1,4 +1,4 @@
-// Host backend: C entry points to what Python keeps across launches.
+// Host backend: C entry points to the state that Python keeps across launches.
 #pragma once
 
 #include <system_error>
@@ -8,7 +8,7 @@
 
 #define PO_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Returns null where the system has no room for its thread.
+// Returns null if the system has no room for its thread.
 PO_EXPORT void* po_network_create(const uint64_t* peer_heaps, int world_size, uint64_t max_delay_us, uint64_t seed) {
   po::Patience patience;
   do {

@@ -1,4 +1,5 @@
-// Threads of a launch on the host. From pthreads: the C++ library's headers would be most of what a kernel takes to compile.
+// Threads of a launch on the host. They use pthreads: the C++ library's headers would dominate the time to compile a
+// kernel.
 #pragma once
 
 #include <fenv.h>
@@ -8,10 +9,10 @@
 
 namespace po {
 
-// For threads that the system has no room for at the moment: pauses that grow, and add up to four seconds.
+// Waits for the system to have room for threads: pauses that grow, and add up to four seconds.
 class Patience {
  public:
-  // Returns false where there is none left.
+  // Returns false if no patience is left.
   bool pause() {
     if (next_us_ > kLongestUs) return false;
     usleep(static_cast<useconds_t>(next_us_));
@@ -24,7 +25,7 @@ class Patience {
   int next_us_ = 1000;
 };
 
-// Arithmetic as GPUs do it, in this thread and in those that it creates, which take over its modes: rounded to nearest, and
+// Arithmetic as on GPUs, in this thread and in those that it creates, which inherit its modes: rounding to nearest, and
 // with denormal numbers, whatever the caller has set (torch.set_flush_denormal).
 class DeviceArithmetic {
  public:
@@ -40,12 +41,13 @@ class DeviceArithmetic {
   fenv_t callers_;
 };
 
-// Calls `body(i)` for each i below `count`, each in a thread of its own, body(0) in the caller's; returns behind them all.
-// They wait for one another, so none is called before there are all threads; where these cannot be had it returns false.
+// Calls `body(i)` for each i below `count`, each in a thread of its own, body(0) in the caller's, and returns after all
+// of them. Bodies wait for one another, so none is called before all threads exist. Returns false if the threads cannot
+// be created.
 template <class Body>
 [[nodiscard]] bool run_threads(int count, const Body& body) {
   struct Gate {
-    pthread_mutex_t mutex;  // held by the caller until it is known whether the bodies are called
+    pthread_mutex_t mutex;  // held by the caller until it is known whether the bodies will be called
     bool is_open;
   };
   struct Thread {

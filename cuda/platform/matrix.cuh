@@ -1,4 +1,4 @@
-// The tensor cores, as far as a product of a few vectors with rows of a matrix needs them.
+// The tensor cores, for the product of a few vectors with rows of a matrix.
 #pragma once
 
 #include "platform/scalar.cuh"

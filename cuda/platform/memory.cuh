@@ -25,7 +25,7 @@ struct alignas(2) Vector<2> {
 
 // ---- data ---------------------------------------------------------------------------------------------------------
 
-// Reads data that nobody writes during the launch.
+// Reads data that is not written during the launch.
 template <int kBytes>
 PO_FN Vector<kBytes> load_vector(const void* source) {
   Vector<kBytes> value;
@@ -42,7 +42,7 @@ PO_FN Vector<kBytes> load_vector(const void* source) {
   return value;
 }
 
-// Reads data that others write during the launch, behind the acquire that makes it visible.
+// Reads data that other threads write during the launch, after the acquire that makes it visible.
 template <int kBytes>
 PO_FN Vector<kBytes> load_shared_vector(const void* source) {
 #if PO_ON_DEVICE
@@ -69,15 +69,15 @@ PO_FN void store_vector(void* target, const Vector<kBytes>& value) {
 #endif
 }
 
-// Host: brings a row into the cache ahead of its use. The GPU keeps loads in flight instead.
+// Host: brings a row into the cache before its use. The GPU keeps loads in flight instead.
 PO_FN void prefetch([[maybe_unused]] const uint8_t* row, [[maybe_unused]] int bytes) {
 #if !PO_ON_DEVICE
   for (int line = 0; line < bytes; line += 64) __builtin_prefetch(row + line);
 #endif
 }
 
-// Starts reading 16 bytes into shared memory; only `bytes` of them are read, the others become zero. Done when a later
-// copy_async_wait of the same thread says so. Host: done at once.
+// Starts reading 16 bytes into shared memory. Only `bytes` of them are read, the others become zero. The copy is done
+// after a later copy_async_wait of the same thread. Host: done at once.
 PO_FN void copy_async(uint8_t* own, const uint8_t* source, int bytes) {
 #if PO_ON_DEVICE
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
@@ -90,8 +90,9 @@ PO_FN void copy_async(uint8_t* own, const uint8_t* source, int bytes) {
 #endif
 }
 
-// The same for what is not read again soon: in the L2 cache it makes room first. Not in a kernel that traces, where nvcc 13.0
-// loses the registers of such a copy in a loop (tests/gpu_kernels.py sees that), which is an illegal instruction then.
+// The same for data that is not read again soon: it is the first to leave the L2 cache. Not for a kernel that traces:
+// nvcc 13.0 loses the registers of such a copy in a loop there, which becomes an illegal instruction
+// (tests/gpu_kernels.py checks this).
 PO_FN void copy_async_once(uint8_t* own, const uint8_t* source, int bytes) {
 #if PO_ON_DEVICE
   if constexpr (kTraces<>) return copy_async(own, source, bytes);
@@ -123,9 +124,9 @@ PO_FN void copy_async_wait() {
 
 // ---- packets ------------------------------------------------------------------------------------------------------
 
-// Data that brings its own flag. On the GPU both travel in one access of 16 bytes, which is single-copy atomic, so a
-// reader that sees the flag has the data and nothing is ordered: the compiler, too, may move other accesses across. The
-// host writes the flag last and reads it first.
+// Data with its own flag. On the GPU both travel in one access of 16 bytes, which is single-copy atomic. So a reader
+// that sees the flag has the data, and nothing is ordered: the compiler, too, may move other accesses across. The host
+// writes the flag last and reads it first.
 struct alignas(16) Packet {
   uint32_t data[2];
   uint64_t flag;
@@ -144,7 +145,7 @@ PO_FN void packet_store_sys(Packet* place, const Packet& packet) {
 #endif
 }
 
-// Returns what lies there; the data is meant to be used only where the flag is the expected one.
+// Returns the packet at a place; its data may be used only if the flag is the expected one.
 PO_FN Packet packet_load_sys(const Packet* place, [[maybe_unused]] uint64_t expected) {
   Packet packet{};
 #if PO_ON_DEVICE
@@ -160,8 +161,8 @@ PO_FN Packet packet_load_sys(const Packet* place, [[maybe_unused]] uint64_t expe
   return packet;
 }
 
-// 16 bytes of data that bring no flag: a place where none lie has all bits set. Either half is one access, and is there or not,
-// so nothing is ordered here either.
+// 16 bytes of data without a flag. A place without a packet has all bits set. Each half is one access, and has arrived
+// or not, so nothing is ordered here either.
 struct alignas(16) BarePacket {
   uint64_t halves[2];
 
@@ -191,8 +192,8 @@ PO_FN BarePacket bare_packet_load_sys(const BarePacket* place) {
   return packet;
 }
 
-// For the next packet, by who has read this one. That comes to a place that is empty: on the host this store is a plain one, so
-// that ThreadSanitizer sees where the two are not in order.
+// Empties the place for the next packet; called by the thread that has read this one. The next packet comes to an empty
+// place. On the host this is a plain store, so that ThreadSanitizer finds a missing order of the two.
 PO_FN void bare_packet_empty_sys(BarePacket* place) {
 #if PO_ON_DEVICE
   bare_packet_store_sys(place, BarePacket::empty());
@@ -201,7 +202,7 @@ PO_FN void bare_packet_empty_sys(BarePacket* place) {
 #endif
 }
 
-// Returns the pointer; addresses that a loop derives from it are not kept in registers from one round to the next.
+// Returns the pointer. Addresses that a loop derives from it are not kept in registers from one round to the next.
 PO_FN const uint8_t* derived_anew(const uint8_t* pointer) {
 #if PO_ON_DEVICE
   asm volatile("" : "+l"(pointer));
@@ -239,8 +240,8 @@ PO_FN void flag_store_release_sys(uint64_t* flag, uint64_t value) {
 #endif
 }
 
-// Between WGs of one PE: what a thread has acquired from other PEs is released with what it has written, and what it has
-// stored to the host or to them is not waited for.
+// Between WGs of one PE. A release covers what the thread has written and what it has acquired from other PEs. It does
+// not wait for the thread's stores to the host or to other PEs.
 PO_FN uint64_t flag_load_acquire_gpu(const uint64_t* flag) {
 #if PO_ON_DEVICE
   uint64_t value;
@@ -332,7 +333,7 @@ PO_FN void atomic_or_relaxed_wg(uint64_t* word, uint64_t bits) {
 #endif
 }
 
-// Orders everything this thread has written or observed before whatever it publishes next, for every PE.
+// Orders everything that this thread has written or observed before whatever it publishes next, for every PE.
 PO_FN void fence_acq_rel_sys() {
 #if PO_ON_DEVICE
   asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -340,17 +341,18 @@ PO_FN void fence_acq_rel_sys() {
   // On the host every publication is itself a release operation, and ThreadSanitizer does not understand fences.
 }
 
-// ---- the kernel before and the kernel behind ------------------------------------------------------------------------
+// ---- the previous kernel and the next one ---------------------------------------------------------------------------
 
-// Where this kernel was started before its predecessor on the stream had ended (a programmatic dependent launch): waits
-// for that end, and sees what it wrote. Otherwise nothing.
+// If this kernel was started before its predecessor on the stream had ended (a programmatic dependent launch): waits
+// for that end, and sees what the predecessor wrote. Otherwise does nothing.
 PO_FN void await_predecessor() {
 #if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Once all WGs have called this, a successor that was launched so may take multiprocessors that this kernel leaves.
+// Once all WGs have called this, a successor with a programmatic dependent launch may take multiprocessors that this
+// kernel leaves.
 PO_FN void release_successor() {
 #if PO_ON_DEVICE && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -371,11 +373,11 @@ PO_FN uint64_t clock_ns() {
 #endif
 }
 
-// Whether a poll loop looks at the clock and the abort words this time. On the host every time: on a busy machine a thread
-// that gives way may be away for long.
+// Whether a poll loop looks at the clock and the abort words in this round. On the host in every round: on a busy
+// machine a thread that yields may be away for long.
 PO_FN bool looks_up(uint32_t spins) { return !PO_ON_DEVICE || spins % 64 == 0; }
 
-// Gives way inside a poll loop. PEs of the host backend share few cores: a spinning one must let the others run.
+// Yields inside a poll loop. PEs of the host backend share few cores: a spinning PE must let the others run.
 PO_FN void spin_pause([[maybe_unused]] uint32_t spins) {
 #if !PO_ON_DEVICE
   if (spins < 16) {

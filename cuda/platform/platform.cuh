@@ -22,16 +22,16 @@
 
 namespace po {
 
-// What a kernel is compiled for. Who compiles it otherwise specializes these before anything else (`KernelRequest` in
-// runtime/backend.py).
+// Properties with which a kernel is compiled. A unit that needs others specializes them before it includes anything
+// else (`KernelRequest` in runtime/backend.py).
 
-// Whether it leaves a timeline behind (trace.cuh).
+// Whether the kernel records a timeline (trace.cuh).
 template <class = void>
 inline constexpr bool kTraces = false;
-// Bytes; of a WG's arena (groups.cuh).
+// Alignment of a WG's arena (groups.cuh), in bytes.
 template <class = void>
 inline constexpr int kArenaAlignment = 128;
-// WGs (cluster.cuh).
+// WGs of a cluster (cluster.cuh).
 template <class = void>
 inline constexpr int kClusterSize = 1;
 

@@ -1,4 +1,4 @@
-// What a warp is to read soon, asked for without a register that waits for it.
+// Prefetches data that a warp will read soon, without registers that wait for it.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -7,8 +7,9 @@ namespace po {
 
 enum class Cache { kL2, kOfMultiprocessor };
 
-// Brings bytes into a cache, by lines or sectors, one per lane. What lies about them may come, too; nothing waits. Into the
-// multiprocessor's own: what others write during the launch, behind the acquire that makes it visible.
+// Brings bytes into a cache, by lines or sectors, one per lane. Neighboring bytes may come, too; nothing waits. Data
+// that others write during the launch may go into the multiprocessor's own cache only after the acquire that makes it
+// visible.
 template <Cache kCache, class Group>
 PO_FN void prefetch_by_lanes([[maybe_unused]] const Group& lanes, [[maybe_unused]] const void* begin,
                              [[maybe_unused]] int32_t bytes) {

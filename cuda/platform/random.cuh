@@ -1,4 +1,5 @@
-// Random numbers by counter: what a draw gives depends on the counter and the key alone, not on who draws, when, or after whom.
+// Random numbers by counter: a draw depends only on the counter and the key, not on the thread, the time or the order
+// of draws.
 #pragma once
 
 #include "platform/platform.cuh"
@@ -8,7 +9,7 @@ namespace po {
 struct RandomWords {
   uint32_t words[4];
 
-  // One of eight parts of 16 bits.
+  // Part i of eight, of 16 bits each.
   PO_FN uint32_t half(int i) const { return words[i / 2] >> (i % 2 * 16) & 0xffffu; }
 };
 

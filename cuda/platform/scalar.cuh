@@ -1,4 +1,4 @@
-// Element types of tensors: fp32, fp16 and bf16, read to and rounded (to nearest, ties to even) from fp32.
+// Element types of tensors: fp32, fp16 and bf16, converted to fp32 and rounded (to nearest, ties to even) from fp32.
 #pragma once
 
 #include "platform/memory.cuh"
@@ -29,7 +29,7 @@ PO_FN float bits_float(uint32_t bits) {
 #endif
 }
 
-// A product that no addition is fused with, on either backend (the host build has -ffp-contract=off).
+// A product that is not fused with an addition, on either backend (the host build has -ffp-contract=off).
 PO_FN float rounded_product(float a, float b) {
 #if PO_ON_DEVICE
   return __fmul_rn(a, b);
@@ -66,7 +66,7 @@ struct BFloat16 {
     return static_cast<Storage>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 #endif
   }
-  // Up or down in magnitude, by a random number of 16 bits: the expected value is x.
+  // Rounds up or down in magnitude, by a random number of 16 bits: the expected value is x.
   static PO_FN Storage round_stochastically(float x, uint32_t random) {
     const uint32_t bits = float_bits(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fff;
@@ -85,7 +85,7 @@ struct Float16 {
     const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
     const uint32_t magnitude = x & 0x7fffu;
     if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-    // A half is its bits moved to the float's place, times 2^112: this scales subnormals exactly as well.
+    // A half's bits are moved to the float's place and scaled by 2^112: this scales subnormals exactly as well.
     return bits_float(sign | float_bits(bits_float(magnitude << 13) * bits_float(0x77800000u)));
 #endif
   }
@@ -115,7 +115,7 @@ struct Float16 {
     if (magnitude > 0x7f800000u) return 0x7fff;
     if (magnitude >= 0x47800000u) return static_cast<Storage>(sign | 0x7c00u);  // 65536 and more
     if (magnitude < 0x38800000u) {
-      // Subnormal half: 16 bits behind its last place, 2^-24, are whole numbers of 2^-40.
+      // Subnormal half: the 16 bits below its last place, 2^-24, are whole numbers of 2^-40.
       const auto units = static_cast<uint32_t>(bits_float(magnitude) * 0x1p40f);
       return static_cast<Storage>(sign | (units + random) >> 16);
     }
@@ -123,8 +123,8 @@ struct Float16 {
   }
 };
 
-// Four exponent bits and three of mantissa, no infinities (torch.float8_e4m3fn). What is too large becomes the largest, 448;
-// NaN stays NaN.
+// Four exponent bits and three of mantissa, no infinities (torch.float8_e4m3fn). Larger values become the largest one,
+// 448; NaN stays NaN.
 struct Float8E4M3 {
   using Storage = uint8_t;
   static PO_FN Storage from_float(float x) {
@@ -139,7 +139,7 @@ struct Float8E4M3 {
     if (magnitude > 0x7f800000u) return 0x7f;
     if (magnitude >= 0x43e00000u) return static_cast<Storage>(sign | 0x7eu);  // 448 and more
     if (magnitude < 0x3c800000u) {
-      // Below 2^-6: adding 2^14 makes the float adder round at the last place of what is subnormal, 2^-9.
+      // Below 2^-6: adding 2^14 makes the float adder round at the last place of subnormals, 2^-9.
       return static_cast<Storage>(sign | (float_bits(bits_float(magnitude) + 16384.0f) - 0x46800000u));
     }
     const uint32_t rounded = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
@@ -148,7 +148,7 @@ struct Float8E4M3 {
   }
 };
 
-// Types as values, for the configuration of a kernel.
+// Types as values, for a kernel's configuration.
 enum class DType { kFloat32, kFloat16, kBFloat16 };
 enum class IndexType { kInt32, kInt64 };
 

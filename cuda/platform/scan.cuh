@@ -19,7 +19,7 @@ PO_FN uint64_t sum_before(const WorkGroup& wg, SumScratch& scratch, uint64_t val
   const Warp warp;
   const uint64_t through = warp.sum_through(value);
   // @sums-read
-  wg.sync();  // the last sums have been read
+  wg.sync();  // all threads have read the last sums
   if (warp.rank() == warp.size() - 1) scratch.warps[wg.warp_index()] = through;
   wg.sync();
   uint64_t before = through - value;
@@ -33,13 +33,13 @@ PO_FN uint64_t sum_before(const WorkGroup& wg, SumScratch& scratch, uint64_t val
   return before;
 }
 
-// The same for small numbers that on the GPU the threads of the first kWarps warps alone have.
+// The same for small numbers; on the GPU only the threads of the first kWarps warps have them.
 template <int kWarps>
 PO_FN uint32_t sum_before_in_first(const WorkGroup& wg, SumScratch& scratch, uint32_t value, uint32_t* total) {
   const Warp warp;
   const int num_warps = PO_ON_DEVICE ? kWarps : wg.num_warps();
   const uint32_t through = warp.sum_through(value);
-  wg.sync();  // the last sums have been read
+  wg.sync();  // all threads have read the last sums
   if (warp.rank() == warp.size() - 1 && wg.warp_index() < num_warps) scratch.first_warps[wg.warp_index()] = through;
   wg.sync();
   uint32_t before = through - value;
@@ -54,22 +54,23 @@ PO_FN uint32_t sum_before_in_first(const WorkGroup& wg, SumScratch& scratch, uin
   return before;
 }
 
-// The first place in [begin, end) of an ascending array whose element is `bound` or more, or `end`. All lanes of a warp,
-// which look at as many places at a time.
+// The first place in [begin, end) of an ascending array whose element is `bound` or more, or `end`. All lanes of a
+// warp, which look at as many places at a time.
 template <class Place, class Element>
 PO_FN Place lower_bound(const Element* elements, Place begin, Place end, int64_t bound, const Warp& warp) {
   while (begin < end) {
     const Place step = ceil_div<Place>(end - begin, warp.size() + 1);
     const Place place = begin + step * (warp.rank() + 1) - 1;
     const bool is_below = place < end && static_cast<int64_t>(elements[place]) < bound;
-    const int num_below = warp.count(is_below);  // those of the first lanes
+    const int num_below = warp.count(is_below);  // true for the first lanes only
     if (num_below < warp.size()) end = min_of(end, begin + step * (num_below + 1) - 1);
     begin += step * num_below;
   }
   return begin;
 }
 
-// The same for a place that is likely near `from`: the lanes look first on either side of it, each twice as far as the one before.
+// The same for a place that is likely near `from`: the lanes first look on either side of it, each twice as far as the
+// previous one.
 template <class Element>
 PO_FN int lower_bound_near(const Element* elements, int begin, int end, int64_t bound, int from, const Warp& warp) {
   constexpr int kNear = 32;
@@ -79,7 +80,7 @@ PO_FN int lower_bound_near(const Element* elements, int begin, int end, int64_t 
   };
   const int place = place_of(warp.rank());
   const bool is_below = place < begin || (place < end && static_cast<int64_t>(elements[place]) < bound);
-  const int num_below = warp.count(is_below);  // those of the first lanes
+  const int num_below = warp.count(is_below);  // true for the first lanes only
   if (num_below < warp.size()) end = min_of(end, place_of(num_below));
   if (num_below > 0) begin = max_of(begin, place_of(num_below - 1) + 1);
   return lower_bound<int>(elements, begin, end, bound, warp);
@@ -89,12 +90,12 @@ PO_FN int lower_bound_near(const Element* elements, int begin, int end, int64_t 
 template <class Element>
 PO_FN int64_t lower_bound_near(const Element* elements, int64_t begin, int64_t end, int64_t bound) {
   int64_t step = 1;
-  int64_t below = begin;  // all before it are below the bound
+  int64_t below = begin;  // all elements before it are below the bound
   while (below < end && static_cast<int64_t>(elements[min_of(below + step, end) - 1]) < bound) {
     below = min_of(below + step, end);
     step *= 2;
   }
-  int64_t last = min_of(below + step, end);  // at last - 1 there is one that is not, unless below == end
+  int64_t last = min_of(below + step, end);  // the element at last - 1 is not below the bound, unless below == end
   while (below < last) {
     const int64_t middle = below + (last - below) / 2;
     if (static_cast<int64_t>(elements[middle]) < bound) {

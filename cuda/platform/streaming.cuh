@@ -1,5 +1,5 @@
-// Chunks of a row of elements, of 16 bytes where nothing else is said, loaded and stored by one thread: whole where rows are
-// aligned, else by elements. What is used once only is the first to leave the caches.
+// Chunks of a row of elements (16 bytes unless stated otherwise), loaded and stored by one thread: as a whole if rows
+// are aligned, otherwise by elements. Data that is used once is the first to leave the caches.
 #pragma once
 
 #include "platform/memory.cuh"
@@ -37,7 +37,8 @@ PO_FN void store_vector_once(void* target, const Vector<kBytes>& value) {
 
 }  // namespace detail
 
-// `count`: elements that are left in the row; fewer than a chunk's only where rows are not aligned, or none.
+// `count`: elements that are left in the row. It is less than a chunk's only if rows are not aligned, or if none are
+// left.
 template <class Storage, bool kIsAligned, bool kOnce, int kBytes = 16>
 PO_FN Vector<kBytes> load_chunk_as(const uint8_t* tensor, int64_t element, int count) {
   constexpr int kElements = kBytes / static_cast<int>(sizeof(Storage));
@@ -58,7 +59,7 @@ PO_FN Vector<kBytes> load_chunk_as(const uint8_t* tensor, int64_t element, int c
   }
 }
 
-// `kBytes`: of a chunk, where it is of another size.
+// `kBytes`: of a chunk.
 template <class Storage, bool kIsAligned, int kBytes = 16>
 PO_FN Vector<kBytes> load_chunk(const uint8_t* tensor, int64_t element, int count) {
   return load_chunk_as<Storage, kIsAligned, false, kBytes>(tensor, element, count);

@@ -1,10 +1,10 @@
-// What a WG does and when, for a timeline: spans of time, kept in a block of memory for each WG of each launch.
+// Records what a WG does and when, for a timeline: spans of time, in a block of memory for each WG of each launch.
 //
-// A kernel that traces is compiled from a unit of its own, which says so before it includes anything (kTraces) and ends in
-// PO_ENTRY_TRACED. In all others what stands here is empty and leaves no instruction behind.
+// A kernel that traces is compiled from a unit of its own, which specializes kTraces before it includes anything and
+// ends in PO_ENTRY_TRACED. In all other units this file is empty and leaves no instruction behind.
 //
-// Nobody waits for room: what finds none is counted and dropped. Times are ticks of the multiprocessor's clock on the GPU, of
-// which a block says where they stand in nanoseconds at its begin and end, and nanoseconds on the host.
+// No WG waits for room: spans without room are counted and dropped. Times are ticks of the multiprocessor's clock on
+// the GPU, and nanoseconds on the host. A block has the time in nanoseconds at its begin and end, to convert its ticks.
 #pragma once
 
 #include "platform/describe.cuh"
@@ -23,9 +23,9 @@ PO_CONSTANT(kTraceSpans)
 struct TraceSpan {
   uint64_t begin;
   uint64_t end;
-  uint64_t index;  // of a wait, as in a report; of a signal, where in the heap
+  uint64_t index;  // of a wait, as in an error report; of a signal, the place in the heap
   uint32_t kind;
-  uint32_t phase;  // of a wait; 0: for another WG of this PE
+  uint32_t phase;  // of a wait; 0: a wait for another WG of this PE
   uint32_t peer;
   uint32_t warp;
 };
@@ -36,42 +36,42 @@ struct TraceTotals {
   uint64_t wg;
   uint64_t num_wgs;
   uint64_t num_warps;
-  uint64_t unit;      // ticks of `first_begin` and `last_end`, which count from `begin`
+  uint64_t unit;      // of `first_begin` and `last_end`, in ticks; these count from `begin`
   uint64_t begin;     // ticks
-  uint64_t begin_ns;  // then
+  uint64_t begin_ns;  // the same time
   uint64_t first_begin[2];
   uint64_t last_end[2];
   uint64_t tasks[2];
-  uint64_t worked[2];  // ticks, of all warps, without those that they waited in between
+  uint64_t worked[2];  // ticks, of all warps, without their waits in between
   uint64_t waited;     // ticks, of all warps
-  uint64_t num_spans;  // that were met; those above kTraceSpans are lost
+  uint64_t num_spans;  // all spans; those above kTraceSpans are lost
 };
 PO_DESCRIBE(TraceTotals, wg, num_wgs, num_warps, unit, begin, begin_ns, first_begin, last_end, tasks, worked, waited,
             num_spans)
 
-// What a WG leaves of a launch.
+// A WG's record of a launch.
 struct TraceBlock {
   int64_t operator_id;  // the contract's first word; 0: the WG has not ended
   int64_t team;         // the contract's second word
   uint64_t epoch;
   uint64_t end;     // ticks
-  uint64_t end_ns;  // then
+  uint64_t end_ns;  // the same time
   TraceTotals totals;
   TraceSpan spans[kTraceSpans];
 };
 PO_DESCRIBE(TraceBlock, operator_id, team, epoch, end, end_ns, totals, spans)
 
-// Where they leave it: an argument of the launch.
+// The memory for blocks: an argument of the launch.
 struct TraceSink {
   TraceBlock* blocks;
   uint64_t num_blocks;
-  uint64_t* used;  // counts on where there is no room
+  uint64_t* used;  // keeps counting when there is no room
 };
 PO_DESCRIBE(TraceSink, blocks, num_blocks, used)
 
-// On a GPU only words of 32 bits are added to and compared without a loop in shared memory, which is scarce, too. There a
-// TraceMark is the lower half of a word of TraceTotals, with times in units of 16 ticks, of which it holds half a minute; or
-// ticks of which differences count, one second of work.
+// In shared memory, which is scarce, a GPU adds to and compares only words of 32 bits without a loop. There a TraceMark
+// is the lower half of a word of TraceTotals, with times in units of 16 ticks, which lasts half a minute. Or it is a
+// number of ticks of which differences count, up to one second of work.
 #if PO_ON_DEVICE
 using TraceMark = uint32_t;
 inline constexpr int kUnitShift = 4;
@@ -85,13 +85,13 @@ inline constexpr auto kMostMark = static_cast<TraceMark>(-1);
 struct TraceState {
   TraceBlock* block;  // null: no room
   TraceTotals totals;
-  TraceMark waited[kMaxWarps];      // ticks; of a warp whose lanes wait for several peers at once, of each
-  TraceMark task_begin[kMaxWarps];  // ticks that the warp had not waited
+  TraceMark waited[kMaxWarps];      // ticks; if a warp's lanes wait for several peers at once, of each peer
+  TraceMark task_begin[kMaxWarps];  // ticks in which the warp had not waited
 };
 
 // ---- of one WG ------------------------------------------------------------------------------------------------------
 
-// The lower half of a word on a GPU, and all of it on the host.
+// The lower half of a word on a GPU, the whole word on the host.
 PO_FN TraceMark* low_half(uint64_t* word) { return reinterpret_cast<TraceMark*>(word); }
 
 #if PO_ON_DEVICE
@@ -103,7 +103,7 @@ PO_FN TraceState& trace_state() {
 
 PO_FN uint64_t trace_ticks() { return static_cast<uint64_t>(clock64()); }
 
-// One of the threads of a warp that are here with the same key.
+// Whether this thread is the one chosen among the warp's threads that are here with the same key.
 PO_FN bool leads_here(uint64_t key) {
   const unsigned same = __match_any_sync(__activemask(), static_cast<unsigned long long>(key));
   return __ffs(static_cast<int>(same)) - 1 == static_cast<int>(threadIdx.x % kWarpSize);
@@ -116,7 +116,7 @@ PO_FN uint32_t trace_add(uint32_t* word, uint32_t value) { return atomicAdd(word
 PO_FN void trace_min(uint32_t* word, uint32_t value) { atomicMin(word, value); }
 PO_FN void trace_max(uint32_t* word, uint32_t value) { atomicMax(word, value); }
 
-// To a whole word: what the lower half carries over goes to the upper one.
+// Adds to a whole word: the carry of the lower half goes to the upper half.
 PO_FN void trace_add(uint64_t* word, uint64_t value) {
   const auto low = static_cast<uint32_t>(value);
   const uint32_t carry = trace_add(low_half(word), low) > ~low ? 1 : 0;
@@ -161,10 +161,10 @@ PO_FN void trace_span(TraceKind kind, uint32_t phase, int peer, uint64_t index, 
   state.block->spans[number] = {begin, end, index, kind, phase, static_cast<uint32_t>(peer), trace_warp()};
 }
 
-// Waits and signals out of line: a kernel's registers are few, and a wait is over when it comes to this. Tasks in line: in a
-// short launch to fetch a function's instructions takes longer than all that they do.
+// Waits and signals are out of line: a kernel has few registers, and a wait that comes to this is over. Tasks are
+// inline: in a short launch, fetching a function's instructions takes longer than running them.
 
-// Of lanes that waited for the same, one counts. `end` 0: now.
+// Counts one of the lanes that waited for the same peer. `end` 0: now.
 PO_NOINLINE inline void trace_wait(uint32_t phase, int peer, uint64_t index, uint64_t begin, uint64_t end) {
   if (!leads_here(static_cast<uint64_t>(peer) << 48 | index)) return;
   if (end == 0) end = trace_ticks();
@@ -226,7 +226,7 @@ struct Traces<true> {
       if (begin_ != 0) trace_wait(phase_, peer_, index_, begin_, end_);
     }
 
-    // For what of which peer; the last look tells.
+    // Called after a look that found a flag missing; the last call counts.
     PO_FN void looked_in_vain(int peer, uint64_t index) {
       if (begin_ == 0) begin_ = trace_ticks();
       peer_ = peer;
@@ -262,19 +262,20 @@ struct Traces<true> {
 
 PO_FN void trace_send(int peer, uint64_t offset) { Traces<kTraces<>>::send(peer, offset); }
 
-// A wait, from its first look in vain until what was missing came, or else to the end of this object's life, for the peer that
-// was missing in the last look. The lane that sees it says so: its warp meets again when the last of its lanes does.
+// A wait, from its first failed look until the missing flag came, or until the end of this object's life. It counts for
+// the peer that was missing in the last look. The lane that sees the flag records it: its warp meets again when its
+// last lane does.
 using WaitTrace = Traces<kTraces<>>::Wait;
 
-// A warp's work on a piece of the result, as long as this object lives.
+// A warp's work on a piece of the result, during this object's life.
 using TaskTrace = Traces<kTraces<>>::Task;
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-// From a WG's first instruction to its last one; all its threads have one.
+// From a WG's first instruction to its last one; all its threads have such an object.
 class LaunchTrace {
  public:
-  // Where the timeline goes is on its way from here on, and known behind `place`.
+  // Starts loading where the timeline goes; `place` makes it known.
   PO_FN LaunchTrace(const WorkGroup& wg, const TraceSink& sink) : wg_(wg), sink_(sink) {
     TraceState& state = trace_state();
     uint64_t* counts = words_of(state.totals) + kFirstCount;
@@ -291,7 +292,7 @@ class LaunchTrace {
     state.totals.begin = trace_ticks();
   }
 
-  // Before a sync of the WG.
+  // Called before a sync of the WG.
   PO_FN void place() const {
     if (wg_.rank() == 0) trace_state().block = number_ < sink_.num_blocks ? sink_.blocks + number_ : nullptr;
   }
@@ -324,7 +325,7 @@ class LaunchTrace {
   uint64_t number_ = 0;
 };
 
-// Of a launch without a timeline.
+// For a launch without a timeline.
 struct NoLaunchTrace {
   PO_FN void place() const {}
 };

@@ -1,7 +1,7 @@
-// Rows of elements in blocks, and who does what with them: pure functions of numbers that every PE knows.
+// Rows of elements in blocks, and the owner of each block: pure functions of numbers that every PE knows.
 //
-// A block is 32 chunks of 16 bytes of one row, the last one of a row perhaps fewer: what a warp has in hand, a chunk for each
-// lane. It depends on the width of the rows alone, so what is summed up by blocks has the same order whatever the grid.
+// A block is 32 chunks of 16 bytes of one row; the last block of a row may have fewer. A warp works on a block, a chunk
+// per lane. Blocks depend on the width of the rows alone, so sums by blocks have the same order whatever the grid.
 #pragma once
 
 #include "platform/describe.cuh"
@@ -17,7 +17,7 @@ PO_CONSTANT(kBlockBytes)
 // A chunk's place.
 struct ChunkPlace {
   int64_t column;   // of its first element
-  int64_t element;  // the same, counted from the first row's first
+  int64_t element;  // of its first element, counted from the first row's first element
   int32_t count;    // of its elements; 0: the row has ended
 };
 
@@ -38,8 +38,8 @@ struct RowBlocks {
     return {column, row * width + column, static_cast<int32_t>(left >= elements ? elements : left > 0 ? left : 0)};
   }
 
-  // Whose block it is where each has an owner: of `size` blocks from a multiple of `size` on each PE has one. They take turns
-  // along the WGs, and along the warps of one unless PEs divide the WGs and one more.
+  // The owner of a block: each PE owns one of `size` blocks from a multiple of `size` on. Owners alternate along the
+  // WGs. They alternate along the warps of a WG, too, unless the number of PEs divides the number of WGs plus one.
   static PO_FN int owner_of(int block, const Divisor& num_wgs, const Divisor& size) {
     return (block + block / size * size.value / num_wgs) % size;
   }

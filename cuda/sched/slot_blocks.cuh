@@ -1,8 +1,8 @@
-// Which slots of a result belong to a worker, and who adds up a row that several PEs have: pure functions of numbers that
-// every PE knows.
+// The slots of a result that belong to a worker, and the PE that adds up a row of several PEs: pure functions of
+// numbers that every PE knows.
 //
-// Blocks of slots belong to the workers in turn, so that rows which lie close together, or belong to one PE, spread over
-// all of them. Contributors own the rows that they share in turn, too.
+// Blocks of slots belong to the workers in turn, so rows that lie close together, or belong to one PE, spread over all
+// workers. Contributors own the rows that they share in turn, too.
 #pragma once
 
 #include "platform/bits.cuh"
@@ -12,7 +12,7 @@ namespace po {
 struct SlotBlocks {
   // @slot-window
   static constexpr int kWindow = 32;       // slots that a warp looks up at once
-  static constexpr int64_t kBytes = 8192;  // of a block's rows, where most rows have several contributors
+  static constexpr int64_t kBytes = 8192;  // of a block's rows, if most rows have several contributors
   // @most-blocks
   static constexpr uint32_t kMost = 65000;  // of a worker; its progress has 16 bits beside the epoch
 
@@ -21,11 +21,12 @@ struct SlotBlocks {
   int64_t slots;   // of a block
   int64_t count;   // blocks of the worker
 
-  // `num_slots`: 2^31 at most, so that a GPU need not divide numbers of 64 bits. `num_shares`: rows of all PEs together.
+  // `num_slots`: 2^31 at most, so that a GPU need not divide numbers of 64 bits. `num_shares`: rows of all PEs
+  // together.
   static PO_FN SlotBlocks of_worker(uint32_t worker, uint32_t num_workers, uint32_t num_slots, int64_t num_shares,
                                     int64_t row_bytes) {
-    // Where rows are left for others to fetch, blocks are small, so that the links do not idle meanwhile; where few are,
-    // counterparts had better not wait for each other often. Equally many blocks for each worker.
+    // If many rows are left for others to fetch, blocks are small, so that the links do not idle meanwhile. If few are,
+    // large blocks let counterparts wait for each other less often. Each worker has equally many blocks.
     const auto known_bytes = static_cast<uint32_t>(min_of(max_of<int64_t>(row_bytes, 1), kBytes));
     const uint32_t few = static_cast<uint32_t>(kBytes) / known_bytes;
     const uint32_t fitting = num_shares >= 2 * int64_t{num_slots} ? min_of<uint32_t>(kWindow, few) : kWindow;

@@ -1,12 +1,14 @@
-// When the next launch may begin, where that is before this one has ended (a programmatic dependent launch).
+// When the next launch may begin if it begins before this one has ended (a programmatic dependent launch).
 //
-// Its WGs begin by asking for as much data as their shared memory holds. That is worth most while this launch ends: its last
-// WGs compute, send and wait, and global memory would stand idle. So a WG lets the successor in a little before it asks for
-// its own last data, by about the time that a launch takes. Any sooner, and the successor's requests only compete.
+// The successor's WGs first load as much data as their shared memory holds. This helps most while this launch ends: its
+// last WGs compute, send and wait, and global memory would be idle. So a WG lets the successor in shortly before it
+// loads its own last data, by about the time that a launch takes. If it did so earlier, the successor's requests would
+// only compete.
 //
-// The successor's WGs come when all WGs have let it in, and must find one place on each multiprocessor: where a WG has left
-// there would be two, and another multiprocessor would have none, in this launch and all behind it. So a WG that is done
-// stays until all have asked for everything. Nobody relies on that: it is about speed alone, and has a bound.
+// The successor's WGs come when all WGs have let it in, and must find one place on each multiprocessor. If a WG has
+// left, its multiprocessor has two places and another one has none, in this launch and all later ones. So a finished WG
+// stays until all have loaded everything. Correctness does not depend on this: the wait is about speed alone, and has a
+// bound.
 #pragma once
 
 #include "platform/counters.cuh"
@@ -16,15 +18,16 @@
 namespace po {
 
 enum class LetsIn {
-  kAtOnce,  // where it has room beside this launch; or this one prefetches, and has little to do or no room beside it
-  kLate,    // where it has, and makes use of it: see Succession
-  kAtEnd    // where it has none: WGs of a smaller one would take in twos the first multiprocessors to be left
+  kAtOnce,  // if it has room beside this launch; or if this one prefetches, and has little to do or leaves no room
+  kLate,    // if it has room, and makes use of it: see Succession
+  kAtEnd    // if it has none: WGs of a smaller one would take in twos the first multiprocessors to be left
 };
 
 class Succession {
  public:
-  // The first warp of each WG asks, `steps_ahead` of its `num_steps`; the others have none.
-  // `asked`: 0, of launches with the same number of WGs alone: those that overlap count together and still come out at 0.
+  // The first warp of each WG lets the successor in, `steps_ahead` of its `num_steps`; other warps have no steps.
+  // `asked`: 0; for launches with the same number of WGs alone: launches that overlap count together and still come out
+  // at 0.
   PO_FN Succession(uint32_t* asked, const WorkGroup& wg, int num_steps, int steps_ahead)
       : asked_(asked),
         last_(static_cast<uint32_t>(wg.count()) - 1),
@@ -39,14 +42,14 @@ class Succession {
     count();
   }
 
-  // In each step, behind its request.
+  // Called in each step, after its request.
   PO_FN void step() {
     --steps_left_;
     if (steps_left_ == lets_in_at_) release_successor();
     if (steps_left_ == has_asked_at_) count();
   }
 
-  // One thread, when the WG is done.
+  // Called by one thread, when the WG is done.
   PO_FN void await_others() const {
     constexpr int kLooks = 4096;
     for (int i = 0; i < kLooks && count_load_relaxed_gpu(asked_) != 0; ++i) {
@@ -58,7 +61,7 @@ class Succession {
     if (Warp().rank() == 0) count_up_relaxed_gpu(asked_, last_);
   }
 
-  static constexpr int kStepsOfLaunch = 6;  // that pass while a launch begins: 1.5 us on H200, 8 KB per step and SM
+  static constexpr int kStepsOfLaunch = 6;  // during which a launch begins: 1.5 us on H200, 8 KB per step and SM
   uint32_t* const asked_;
   const uint32_t last_;  // count of a launch's last WG
   int steps_left_;

@@ -1,10 +1,11 @@
-// Pools consecutive bags of one table: the rows of all the bags form one stream, and a row of output leaves whenever the
-// stream crosses the end of a bag. Sums are in fp32 and in index order, and rounded once, to the scalar of the output.
+// Pools consecutive bags of one table. The rows of all the bags form one stream, and a row of output leaves whenever
+// the stream crosses the end of a bag. Sums are in fp32 and in index order, and rounded once, to the scalar of the
+// output.
 //
 // A group of lanes takes one bag at a time; each lane holds kVectors vectors of kBytes of every row. Rows come in two
-// batches that take turns: while one is added up, the other is in flight. A batch's loads are straight-line code, because
-// a load that stands behind a branch of its own makes the next wait cover it too. Rows that are wider than the group are
-// pooled in several passes over their columns. One lane, as a warp has on the host, goes another way, below.
+// alternating batches: while one is added up, the other is in flight. A batch's loads are straight-line code: a load
+// after a branch of its own would make the next wait cover it too. Rows that are wider than the group are pooled in
+// several passes over their columns. A lone lane, as in a host's warp, uses another body, below.
 #pragma once
 
 #include "platform/scalar.cuh"
@@ -22,13 +23,13 @@ struct BagShape {
   using Offset = Offset_;
   using Group = Lanes<kLanes_>;
   using Elements = VectorOf<Scalar, kBytes_>;
-  // How many times as wide as an element of output one of the table is.
+  // Width of a table's element over that of an output's.
   static constexpr int kNarrowing =
       static_cast<int>(sizeof(typename Scalar::Storage) / sizeof(typename Output_::Storage));
   static constexpr int kOutputBytes = kBytes_ / kNarrowing;
   using Output = VectorOf<Output_, kOutputBytes>;
   static constexpr Pooling kPooling = kPooling_;
-  // One host thread does the work of all lanes, on up to this much of a row at a time.
+  // A host thread does the work of all lanes, on up to 512 bytes of a row at a time.
   static constexpr int kVectors = PO_ON_DEVICE ? kVectors_ : 512 / kBytes_;
   static constexpr int kBytes = kBytes_;
   // Rows per batch; the window of row numbers advances by whole batches.
@@ -50,14 +51,14 @@ struct BagInputs {
   int32_t num_bags;  // at most the lanes of a group, on the GPU
 };
 
-// What is wrong with the input of a stream, for a report when the registers are free; what is wrong was skipped.
+// What is wrong with a stream's input, for a report when the registers are free; the errors themselves were skipped.
 struct BagFindings {
   int32_t bad_index = -1;  // place in the stream of an index outside the table
   int32_t bad_bag = -1;    // a bag whose end is before its begin, outside the indices, or too far away
 };
 
-// `sink.open()` runs once the first rows are in flight; false gives the stream up. `sink.emit<Shape>(sums)` takes the
-// pooled piece of each bag in turn.
+// `sink.open()` runs once the first rows are in flight; if it returns false, the stream is given up.
+// `sink.emit<Shape>(sums)` takes the pooled piece of each bag in turn.
 template <class Shape, class Sink>
 PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink) {
   using Group = typename Shape::Group;
@@ -70,7 +71,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   const Group group;
   BagFindings findings;
 
-  // Offsets are sanitized as they are read: within the stream, and never falling.
+  // Offsets are sanitized when they are read: within the stream, and never falling.
   const auto* offsets = static_cast<const typename Shape::Offset*>(in.offsets);
   int64_t begin = 0;
   int32_t length = 0;
@@ -83,7 +84,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   const float* first_weight = kIsWeighted ? in.weights + begin : nullptr;
   // Places are relative to `begin`; -1 stands for an offset that no valid input has.
   const auto ends = make_lane_array<Group>(in.num_bags, [=](int32_t bag) {
-    const auto offset = static_cast<int64_t>(offsets[bag + 1]);  // any number: compared before it is subtracted from
+    const auto offset = static_cast<int64_t>(offsets[bag + 1]);  // any number, so it is compared before the subtraction
     return offset < begin || offset > begin + length ? -1 : static_cast<int32_t>(offset - begin);
   });
   auto row_numbers = make_window<Group>(length, kNoRow, [=, &findings, num_rows = in.num_rows](int32_t place) {
@@ -94,7 +95,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   });
   auto weights = make_window<Group>(kIsWeighted ? length : 0, 0.0f, [=](int32_t place) { return first_weight[place]; });
 
-  // A lane beyond the end of the row reads its beginning: what it sums up is never stored.
+  // A lane beyond the end of the row reads the row's beginning; its sums are never stored.
   const int32_t lane_offset = group.rank() * Shape::kBytes;
   const int32_t chunk_bytes = min_of(in.row_bytes - chunk_begin, Shape::kChunkBytes);
   const uint8_t* lane_rows = in.rows + chunk_begin + (lane_offset < chunk_bytes ? lane_offset : 0);
@@ -103,7 +104,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   for (int v = 0; v < kVectors; ++v) {
     vector_offset[v] = v * Shape::kStrideBytes + lane_offset < chunk_bytes ? v * Shape::kStrideBytes : 0;
   }
-  // On the GPU all vectors are summed up, so that loops over them unroll; the host need not waste its time.
+  // On the GPU all vectors are summed up, so that loops over them unroll. The host sums only those of the row.
   const int num_vectors = PO_ON_DEVICE ? kVectors : ceil_div(chunk_bytes, Shape::kStrideBytes);
 
   struct Batch {
@@ -125,7 +126,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
       if constexpr (kIsWeighted) batch.scales[k] = weights.at(place + k);
     }
     if constexpr (!PO_ON_DEVICE) {
-      constexpr int kLookahead = 16;  // rows; between them lie about as many cache misses as a core keeps in flight
+      constexpr int kLookahead = 16;  // rows; the distance has about as many cache misses as a core keeps in flight
       const uint32_t ahead = row_numbers.at(place + kLookahead);
       if (ahead < kNoRow) {
         prefetch(lane_rows + static_cast<uint64_t>(ahead) * static_cast<uint32_t>(in.row_bytes), chunk_bytes);
@@ -141,7 +142,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
       }
       return;
     }
-    // The end of the stream, or a bad index: what is not there adds +0.0 to a sum that is never -0.0.
+    // At the end of the stream, or after a bad index, missing rows add +0.0 to a sum that is never -0.0.
     PO_UNROLL
     for (int k = 0; k < kBatch; ++k) {
       const uint8_t* row = lane_rows + static_cast<uint64_t>(numbers[k]) * static_cast<uint32_t>(in.row_bytes);
@@ -170,7 +171,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   int32_t bag_end = 0;
   auto enter_bag = [&] {
     if (bag >= in.num_bags) {
-      bag_end = 0x7fffffff;  // nothing is left to finish
+      bag_end = 0x7fffffff;  // no bag is left to finish
       return;
     }
     const int32_t end = ends.at(bag);
@@ -223,14 +224,14 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
 
 namespace detail {
 
-// The same by one lane, as on the host: bag by bag, and rows are added up where they lie.
-// `kWidth`: vectors of the chunk, where that is a constant; then the compiler unrolls loops over them. Else 0.
+// The same by one lane, as on the host: bag by bag, rows are added up in place. `kWidth`: vectors of the chunk if that
+// is a constant, so that the compiler unrolls loops over them; otherwise 0.
 template <class Shape, int kWidth, class Sink>
 BagFindings pool_bags_of_width(const BagInputs& in, int32_t chunk_begin, Sink& sink) {
   using Elements = typename Shape::Elements;
   constexpr int kVectors = Shape::kVectors;
   constexpr int kCount = Elements::kCount;
-  constexpr int64_t kLookahead = 16;  // rows; between them lie about as many cache misses as a core keeps in flight
+  constexpr int64_t kLookahead = 16;  // rows; the distance has about as many cache misses as a core keeps in flight
   const int num_vectors = kWidth != 0 ? kWidth : min_of(in.row_bytes - chunk_begin, Shape::kChunkBytes) / Shape::kBytes;
   BagFindings findings;
 
@@ -248,7 +249,7 @@ BagFindings pool_bags_of_width(const BagInputs& in, int32_t chunk_begin, Sink& s
     if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(in.num_rows)) return nullptr;
     return in.rows + chunk_begin + index * in.row_bytes;
   };
-  // Indices behind the stream's are mostly those of this table's next task.
+  // Indices after the stream's are mostly those of this table's next task.
   const int64_t num_ahead = in.num_indices - begin - kLookahead;
 
   if (!sink.open(typename Shape::Group{})) return findings;

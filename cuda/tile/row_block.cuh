@@ -1,4 +1,5 @@
-// A warp's block of a row (sched/row_blocks.cuh): its elements read, written, and their squares summed in one fixed order.
+// A warp's block of a row (sched/row_blocks.cuh): reads and writes its elements, and sums their squares in one fixed
+// order.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -7,8 +8,9 @@
 
 namespace po {
 
-// `kIsAligned`: all rows of all tensors begin at multiples of 16 bytes. `kHasEndsApart`: what a row's last chunk has of elements
-// is loaded and stored out of line, as code that is fetched in vain takes time; but calls take registers.
+// `kIsAligned`: all rows of all tensors begin at multiples of 16 bytes. `kHasEndsApart`: the elements of a row's
+// incomplete last chunk are loaded and stored out of line, since fetching unused code takes time; but calls take
+// registers.
 template <class ScalarType, bool kIsAligned, bool kHasEndsApart>
 struct RowBlock {
   using Scalar = ScalarType;
@@ -17,7 +19,7 @@ struct RowBlock {
   static constexpr int kLaneChunks = kBlockChunks / kWarpSize;                       // of a lane: 1 on the GPU
   using Chunk = Vector<kChunkBytes>;
 
-  // A lane's, in the order of their numbers.
+  // A lane's chunks, in the order of their numbers.
   struct Chunks {
     Chunk chunks[kLaneChunks];
 
@@ -35,7 +37,7 @@ struct RowBlock {
     return load_first(source, count);
   }
 
-  // A whole block, of which each lane gets its chunks.
+  // Loads a whole block, of which each lane gets its chunks.
   static PO_FN Chunks load_block(const uint8_t* tensor, const RowBlocks& rows, const Warp& warp, int block) {
     Chunks loaded;
     PO_UNROLL
@@ -85,7 +87,7 @@ struct RowBlock {
     return chunk;
   }
 
-  // The sum of a chunk's squares, in the elements' order, product and sum rounded separately.
+  // The sum of a chunk's squares, in the elements' order; product and sum are rounded separately.
   static PO_FN float squares_of(const Chunk& chunk, int count) {
     float values[kElements];
     to_floats(chunk, values);

@@ -23,17 +23,17 @@ class RowChunk {
   // The piece of a row of `row_bytes` that begins at byte `first`.
   PO_FN RowChunk(int64_t first, int64_t row_bytes) : first_(first + Group{}.rank() * kBytes), row_bytes_(row_bytes) {}
 
-  // = row, which nobody writes during the launch.
+  // Sets the chunk to a row that is not written during the launch.
   PO_FN void load(const uint8_t* row) {
     for_each_vector([&](int v, int64_t offset) { set(v, load_vector<kBytes>(row + offset)); });
   }
 
-  // += row
+  // Adds a row.
   PO_FN void add(const uint8_t* row) {
     add_together<1>([&](int) { return row; });
   }
 
-  // += the rows row_at(first) to row_at(last - 1), one after the other, with kTogether of them under way.
+  // Adds the rows row_at(first) to row_at(last - 1), one after the other, with kTogether of them in flight.
   template <int kTogether, class RowAt>
   PO_FN void add_all(int64_t first, int64_t last, const RowAt& row_at) {
     for (; first + kTogether <= last; first += kTogether) {
@@ -42,7 +42,7 @@ class RowChunk {
     for (; first < last; ++first) add(row_at(first));
   }
 
-  // = row, which another PE wrote; `low`: null, or the low halves of its fp32 values.
+  // Sets the chunk to a row that another PE wrote; `low`: null, or the low halves of its fp32 values.
   PO_FN void load_shared(const uint8_t* row, const uint8_t* low) {
     for_each_vector([&](int v, int64_t offset) {
       const Vector<kBytes> vector = load_shared_vector<kBytes>(row + offset);
@@ -81,7 +81,7 @@ class RowChunk {
     });
   }
 
-  // Stores a 16-bit scalar's fp32 values whole: their upper halves in a row, their lower halves in another.
+  // Stores a 16-bit scalar's fp32 values completely: upper halves in one row, lower halves in another.
   PO_FN void store_split(uint8_t* high_row, uint8_t* low_row) const {
     for_each_vector([&](int v, int64_t offset) {
       uint16_t high[kBytes / 2];
@@ -99,7 +99,7 @@ class RowChunk {
     });
   }
 
-  // The fp32 values themselves; `row` is one of floats.
+  // Stores the fp32 values themselves; `row` is a row of floats.
   PO_FN void store_floats(uint8_t* row) const {
     for_each_vector([&](int v, int64_t offset) {
       constexpr int kFloatBytes = kBytes < 16 ? kCount * 4 : 16;
@@ -113,13 +113,13 @@ class RowChunk {
     });
   }
 
-  // = row, one of floats.
+  // Sets the chunk to a row of floats.
   PO_FN void load_floats(const uint8_t* row) {
     for_each_float_vector(
         row, [&](float* values, const auto& vector) { __builtin_memcpy(values, &vector, sizeof(vector)); });
   }
 
-  // += row, one of floats.
+  // Adds a row of floats.
   PO_FN void add_floats(const uint8_t* row) {
     for_each_float_vector(row, [&](float* values, const auto& vector) {
       float addends[sizeof(vector) / 4];
@@ -158,7 +158,7 @@ class RowChunk {
     }
   }
 
-  // Calls use(values, vector) with each vector of a row of floats and the values that it belongs to.
+  // Calls use(values, vector) with each vector of a row of floats and the corresponding values.
   template <class Use>
   PO_FN void for_each_float_vector(const uint8_t* row, const Use& use) {
     for_each_vector([&](int v, int64_t offset) {

@@ -1,9 +1,9 @@
-// Rows of a weight times a few vectors, one WG: each warp has a share of the columns and streams it, tile after tile,
-// through a ring in shared memory that is always being refilled.
+// Multiplies rows of a weight by a few vectors, in one WG. Each warp has a share of the columns and streams it, tile
+// after tile, through a ring in shared memory that is always being refilled.
 //
-// A lane copies exactly the pieces of weights that it will use itself, so their ring needs no barrier; eight lanes read 128
-// bytes of a row. The order in which a vector's products are added depends on the columns and the warps alone: not on how
-// many vectors share the pass, and not on the vectors beside it.
+// A lane copies exactly the pieces of weights that it will use itself, so their ring needs no barrier; eight lanes read
+// 128 bytes of a row. The order in which a vector's products are added depends on the columns and the warps alone: not
+// on the number of vectors in the pass, and not on the vectors beside it.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -21,14 +21,14 @@ struct Weight {
 };
 
 inline constexpr int kStepBytes = 128;     // of a row, in a step
-inline constexpr int kDeliveryBytes = 16;  // of the handover that says that a lone vector has come
+inline constexpr int kDeliveryBytes = 16;  // of the handover that says that a lone vector has arrived
 inline constexpr int kLanesOfGpu = 32;
 
-// Teams that the warps of a WG form: a power of two (see Handover), of four warps or a few more.
+// Number of teams that a WG's warps form: a power of two (see Handover), of four warps or a few more.
 PO_FN constexpr int num_teams_of(int num_warps) { return num_warps >= 16 ? 4 : num_warps >= 8 ? 2 : 1; }
 
-// A warp's part in a WG's tiles. A tile is a team's, and its warps share the
-// columns. A step is kStep elements of each row of a tile, 128 bytes.
+// A warp's part of a WG's tiles. A tile belongs to a team, whose warps share the columns. A step is kStep elements of
+// each row of a tile, 128 bytes.
 template <class Scalar>
 struct WarpShare {
   static constexpr int kPiece =
@@ -38,7 +38,7 @@ struct WarpShare {
   int num_parts;  // warps in a team
   int num_teams;
   int part;
-  int team;  // num_teams: this warp is in none
+  int team;  // num_teams: this warp is in no team
   int first_step;
   int num_steps;
 
@@ -59,7 +59,7 @@ struct WarpShare {
             min_of(each, total - first)};
   }
 
-  // Of this warp, in all tiles of its team.
+  // Steps of this warp in all tiles of its team.
   PO_FN int num_steps_of_all(const RowTiles& tiles) const {
     return max_of(ceil_div(tiles.count - team, num_teams), 0) * num_steps;
   }
@@ -67,7 +67,7 @@ struct WarpShare {
 
 #if PO_ON_DEVICE
 
-// Starts copying 16 bytes of a row, of which `left` more elements are there: zeros behind its end.
+// Starts copying 16 bytes of a row, which has `left` more elements; zeros follow its end.
 template <class Traits, bool kOnce>
 PO_FN void copy_piece(uint8_t* target, const typename Traits::Scalar::Storage* source, int left) {
   using Storage = typename Traits::Scalar::Storage;
@@ -83,18 +83,18 @@ PO_FN void copy_piece(uint8_t* target, const typename Traits::Scalar::Storage* s
     Storage elements[kPiece];
     PO_UNROLL
     for (int i = 0; i < kPiece; ++i) elements[i] = i < left ? source[i] : Storage{0};
-    Vector<16> piece;  // else every element would be a store of its own
+    Vector<16> piece;  // otherwise every element would be a store of its own
     __builtin_memcpy(&piece, elements, 16);
     *reinterpret_cast<Vector<16>*>(target) = piece;
   }
 }
 
 // The vectors in shared memory, step by step: 128 bytes of each. Every other vector has the halves of its 128 bytes
-// exchanged, so that lanes that read 64 bytes of each of two find them in other banks.
+// exchanged, so that lanes that read 64 bytes of each of two find them in different banks.
 //
-// A lone vector comes as a whole, and before the weights. Several, which are much more to read, come step by step beside the
-// weights of the teams' first tiles; or of all tiles, through a ring, where there is no room to keep them. The warps that
-// have the same part of the columns, one of each team, bring some pieces of each step each.
+// A lone vector comes as a whole, before the weights. Several vectors are much more to read. They come step by step,
+// beside the weights of the teams' first tiles; or of all tiles, through a ring, if there is no room to keep them.
+// Warps with the same part of the columns, one of each team, each bring some pieces of a step.
 template <class Traits>
 struct Vectors {
   using Scalar = typename Traits::Scalar;
@@ -103,7 +103,7 @@ struct Vectors {
   static constexpr bool kComeAtOnce = Traits::kVectors == 1 && Traits::kResident;
   static constexpr int kBytesOfStep = Traits::kVectors * kStepBytes;
   // @ring-steps
-  static constexpr int kRingSteps = Traits::kDepth + Traits::kStepsAtOnce;  // those on their way, and those in use
+  static constexpr int kRingSteps = Traits::kDepth + Traits::kStepsAtOnce;  // steps in flight, and steps in use
   const uint8_t* elements;                                                  // [count][num_columns]
   int count;
   int num_columns;
@@ -114,9 +114,9 @@ struct Vectors {
     return Share::num_steps_of(num_columns) * kBytesOfStep + (kComeAtOnce ? kDeliveryBytes : 0);
   }
 
-  // Starts bringing a lone vector. All threads; where weights are prefetched the last warps alone, on a handover of their own,
-  // so that nobody who waits for it waits for weights. All must await their copies, a sync must follow, and then whoever
-  // reads must await the delivery.
+  // Starts bringing a lone vector. All threads. If weights are prefetched, only the last warps bring it, on a handover
+  // of their own, so that no thread that waits for the vector waits for weights. All must await their copies, a sync
+  // must follow, and then each reader must await the delivery.
   PO_FN void expect(const WorkGroup& wg, int first_thread) const {
     if (kComeAtOnce && Traits::kPrefetches && wg.rank() == first_thread) delivery().start(wg.size() - first_thread);
   }
@@ -136,7 +136,7 @@ struct Vectors {
       }
     }
   }
-  // kBehind: batches of copies that this thread has started behind the vector.
+  // `kBehind`: batches of copies that this thread has started after the vector.
   template <int kBehind>
   PO_FN void await_copies() const {
     if constexpr (kComeAtOnce && !Traits::kPrefetches) copy_async_wait<kBehind>();
@@ -145,11 +145,11 @@ struct Vectors {
     if constexpr (kComeAtOnce && Traits::kPrefetches) delivery().await(0);
   }
 
-  // Starts copying what one of `num` warps brings of some steps of several vectors, to places one behind the other. `left`:
+  // Starts copying the share of one of `num` warps in some steps of several vectors, to consecutive places. `left`:
   // elements from this lane's piece of the first step to a vector's end.
   PO_FN void copy_steps(uint8_t* target, int left, int num_steps, int index, int num) const {
     const int lane = Warp().rank();
-    const int place = (lane % 8 ^ lane / 8 % 2 * 4) * 16;  // whether n is odd is the same in each round
+    const int place = (lane % 8 ^ lane / 8 % 2 * 4) * 16;  // n is odd in each round, or in none
     for (int n = lane / 8 + index * 4; n < Traits::kVectors; n += num * 4) {
       const Storage* source = row(n < count ? n : 0, num_columns - left);
       uint8_t* own_piece = target + n * 128 + place;
@@ -163,7 +163,7 @@ struct Vectors {
     }
   }
 
-  // Where a step of a warp's part is.
+  // The place of a step of a warp's part.
   PO_FN uint8_t* resident(const Share& share, int step) const { return own + (share.first_step + step) * kBytesOfStep; }
   PO_FN uint8_t* in_ring(const Share& share, int place) const {
     return own + (share.part * kRingSteps + place) * kBytesOfStep;
@@ -208,12 +208,12 @@ class WeightStream {
         position_(share.num_steps != 0 && share.team < share.num_teams ? share.team : tiles.count),
         used_position_(share.team) {
     begin_tile();
-    PO_NO_UNROLL  // little code is there sooner
+    PO_NO_UNROLL  // less code is fetched sooner
         for (int step = 0; step < Traits::kDepth; ++step) copy_next<!Traits::kPrefetches>();
   }
 
-  // Where weights are prefetched, several vectors are asked for behind the predecessor's end: those that go with the weights
-  // that are on their way.
+  // If weights are prefetched, several vectors are loaded after the predecessor's end: the steps whose weights are in
+  // flight.
   PO_FN void fetch_vectors() const {
     if constexpr (Traits::kPrefetches && !VectorsOf::kComeAtOnce) {
       if (vectors_asked_ == 0) return;
@@ -221,7 +221,7 @@ class WeightStream {
       copy_async_commit();
     }
   }
-  // Before the first step.
+  // Called before the first step.
   PO_FN void await_vectors() const {
     vectors_.await_delivery();
     if constexpr (Traits::kPrefetches && !VectorsOf::kComeAtOnce) copy_async_wait<0>();  // @prefetched-await
@@ -259,12 +259,12 @@ class WeightStream {
 
    private:
     friend WeightStream;
-    // On tensor cores, of eight vectors each: see multiply_step. Else of four, a sum each.
+    // On tensor cores, of eight vectors each (see multiply_step); otherwise of four, a sum each.
     static constexpr int kGroups = ceil_div(Traits::kVectors, kOnTensorCores ? 8 : 4);
     float values_[2][kGroups][4] = {};
   };
 
-  // Multiplies the next tile. in_step() is called in each step, behind the request for the one kStepsAhead further on.
+  // Multiplies the next tile. in_step() is called in each step, after the request for the step kStepsAhead later.
   template <class InStep>
   PO_FN Sums multiply(const InStep& in_step) {
     Sums sums;
@@ -277,7 +277,8 @@ class WeightStream {
       for (; step < share_.num_steps; ++step) multiply_steps<1>(step, sums, in_step);
     }
     used_position_ += share_.num_teams;
-    // Teams without another tile do not meet the others again, who would replace what these may still be reading.
+    // Teams without another tile do not meet the others again. These would replace what such a team may still be
+    // reading.
     const int num_next = tiles_.count - (used_position_ - share_.team);
     if (!Traits::kResident && num_next > 0 && num_next < share_.num_teams) meet(share_.num_teams);  // @teams-leave
     return sums;
@@ -287,7 +288,8 @@ class WeightStream {
   template <int kSteps, class InStep>
   PO_FN void multiply_steps(int step, Sums& sums, const InStep& in_step) {
     copy_async_wait<Traits::kDepth - kSteps>();
-    // Behind everybody's copies of these steps of the vectors, and everybody's use of those before, whose places come next.
+    // Comes after all copies of these steps of the vectors, and after all uses of the previous ones, whose places come
+    // next.
     if (bring_vectors(used_position_)) meet(num_bringing(used_position_));  // @warps-meet
     Vector<16> w[kSteps][2];
     PO_UNROLL
@@ -302,18 +304,19 @@ class WeightStream {
     for (int i = 0; i < kSteps; ++i) multiply_step(place_to_use(step + i), w[i], sums);
   }
 
-  // The first `num` teams' warps that have this part of the columns.
+  // The warps of the first `num` teams that have this part of the columns.
   PO_FN void meet(int num) const { sync_warps(1 + share_.part, num * kWarpSize); }
 
-  // Lane i has piece i % 8 of row i / 8 of each quad. For the tensor cores that lane is column i / 4 of B, so an even column
-  // is the first half of a row's step and the odd one beside it the second; rows 0 to 7 of A are the vectors' first halves,
-  // rows 8 to 15 their second. Of D that leaves d[0], vector and row with the first halves, and d[3], the same with the second.
+  // Lane i has piece i % 8 of row i / 8 of each quad. For the tensor cores that lane is column i / 4 of B, so an even
+  // column is the first half of a row's step and the odd one beside it the second. Rows 0 to 7 of A are the vectors'
+  // first halves, rows 8 to 15 their second. Of D, d[0] is the sum of vector and row over the first halves, and d[3]
+  // that over the second.
   PO_FN void multiply_step(const uint8_t* vectors, const Vector<16> (&w)[2], Sums& sums) const {
     const int lane = Warp().rank();
     if constexpr (kOnTensorCores) {
       PO_UNROLL
       for (int group = 0; group < Sums::kGroups; ++group) {
-        const int n = Traits::kVectors == 1 ? 0 : 8 * group + lane / 4;  // a lone vector may stand in all rows
+        const int n = Traits::kVectors == 1 ? 0 : 8 * group + lane / 4;  // a lone vector may be in all rows
         const Vector<16> first = VectorsOf::piece(vectors, n, 0, lane % 4);
         const Vector<16> second = VectorsOf::piece(vectors, n, 1, lane % 4);
         PO_UNROLL
@@ -340,7 +343,7 @@ class WeightStream {
     }
   }
 
-  // Of the oldest step in the ring, which the next one will replace.
+  // The piece of the oldest step in the ring, which the next step will replace.
   PO_FN Vector<16>* piece_of(int quad) const {
     return reinterpret_cast<Vector<16>*>(ring_ + next_ + quad * kWarpSize * 16);
   }
@@ -366,7 +369,7 @@ class WeightStream {
     return place;
   }
 
-  // Rows behind the last are read as the last one: nobody looks at their sums.
+  // Rows after the last are read as the last one; their sums are not used.
   PO_FN void begin_tile() {
     if (position_ >= tiles_.count) return;
     const int lane = Warp().rank();
@@ -378,7 +381,7 @@ class WeightStream {
     steps_left_ = share_.num_steps;
   }
 
-  // Starts the copies of the next step, of whichever tile it is.
+  // Starts the copies of the next step, of this tile or the next one.
   template <bool kWithVectors>
   PO_FN void copy_next() {
     if (position_ < tiles_.count) {
@@ -411,11 +414,11 @@ class WeightStream {
   const RowTiles tiles_;
   const Share share_;
   uint8_t* const ring_;
-  int next_ = 0;           // byte of the ring where the step is that is used, and then replaced, next
+  int next_ = 0;           // byte of the ring with the step that is used next, and then replaced
   int position_;           // of the tile that is copied
   int used_position_;      // of the tile that is multiplied
   int steps_left_ = 0;     // in the tile that is copied
-  int vectors_asked_ = 0;  // steps: in their ring, or of those that are left to fetch_vectors()
+  int vectors_asked_ = 0;  // steps: in their ring, or among those left to fetch_vectors()
   int vectors_used_ = 0;
   const Storage* source_ = nullptr;  // this lane's piece of that step in the tile's first quad
   int64_t to_second_quad_ = 0;
@@ -424,7 +427,7 @@ class WeightStream {
 
 #else
 
-// Host: everything is read where it lies.
+// Host: everything is read in place.
 template <class Traits>
 struct Vectors {
   using Share = WarpShare<typename Traits::Scalar>;
@@ -466,7 +469,7 @@ class WeightStream {
   template <class InStep>
   Sums multiply(const InStep& in_step) {
     Sums sums = {};
-    for (int step = 0; step < share_.num_steps; ++step) in_step();  // it has nothing to ask for
+    for (int step = 0; step < share_.num_steps; ++step) in_step();  // this warp has nothing to load
     const int first_row = tiles_.tile_at(position_) * kTileRows;
     position_ += share_.num_teams;
     const int first = share_.first_step * Share::kStep;
@@ -478,7 +481,7 @@ class WeightStream {
   }
 
  private:
-  // Eight sums in turn, which the compiler makes one vector.
+  // Eight interleaved sums, which the compiler turns into one vector.
   float dot(int row, int n, int first, int last) const {
     const auto* w = reinterpret_cast<const Storage*>(weight_.elements) + int64_t{row} * weight_.num_columns;
     const auto* x = reinterpret_cast<const Storage*>(vectors_.elements) + int64_t{n} * vectors_.num_columns;

@@ -1,7 +1,7 @@
-// A window over a sequence that is read once, in order, by a group of lanes: one coalesced load per kSize elements, the
-// next one always in flight, each element handed to all lanes by a shuffle. `load(i)` gives element i and may convert
-// it; it runs once per element, not once per lane. Beyond the end all elements are `fill`. On the host it is called for
-// each element itself.
+// A window over a sequence that a group of lanes reads once, in order: one coalesced load per kSize elements, the next
+// load always in flight, each element handed to all lanes by a shuffle. `load(i)` gives element i and may convert it;
+// it runs once per element, not once per lane. Beyond the end all elements are `fill`. On the host `load` is called for
+// each element when it is read.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -19,7 +19,7 @@ class LaneWindow {
 #endif
   }
 
-  // Moves on so that at(i) is within the window; i never falls, and does not pass more than one window at a time.
+  // Moves on so that at(i) is within the window. i never falls, and passes no more than one window at a time.
   PO_FN void advance_to([[maybe_unused]] int32_t i) {
 #if PO_ON_DEVICE
     if (i - base_ < Group::kSize) return;
@@ -29,7 +29,7 @@ class LaneWindow {
 #endif
   }
 
-  // Element i of the window that advance_to moved to; all lanes of the group ask for the same one.
+  // Element i of the window to which advance_to moved; all lanes of the group pass the same i.
   PO_FN Element at(int32_t i) {
 #if PO_ON_DEVICE
     return Group{}.shuffle(current_, i - base_);
@@ -71,7 +71,7 @@ class LaneArray {
 #endif
   }
 
-  // Element i < length; all lanes of the group ask for the same one.
+  // Element i < length; all lanes of the group pass the same i.
   PO_FN Element at(int32_t i) const {
 #if PO_ON_DEVICE
     return Group{}.shuffle(held_, i);
