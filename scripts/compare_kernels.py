@@ -3,8 +3,8 @@
 Compiles the kernels of tests/gpu_kernels.py at BASE and in this checkout, and prints those whose code differs, with the
 registers of both. Exits with 1 where any does. Needs nvcc and no GPU.
 
-    python scripts/compare_kernels.py HEAD~1                   a few kernels of each operator: some minutes on two cores
-    python scripts/compare_kernels.py main --all -k all_reduce     every kernel with "all_reduce" in its name
+    python scripts/compare_kernels.py HEAD~1               a few kernels of each operator: some minutes on two cores
+    python scripts/compare_kernels.py main -k all_reduce   those with "all_reduce" in their names
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 Kernels = dict[str, tuple[int, str]]  # registers and a digest of the cubin, by the kernel's name
 
 
-def compiled_here(pattern: str, *, all_of_them: bool) -> Kernels:
+def compiled_here(pattern: str) -> Kernels:
     """Compile the kernels of the checkout that Python imports."""
-    from gpu_kernels import SAMPLE, GpuKernel, every_kernel
+    from gpu_kernels import SAMPLE, GpuKernel
 
     def compiled(kernel: GpuKernel) -> tuple[int, str]:
         used, cubin = kernel.compiled()
         return used.registers, hashlib.sha256(cubin).hexdigest()
 
-    kernels = [each for each in (every_kernel() if all_of_them else SAMPLE) if pattern in each.name]
+    kernels = [each for each in SAMPLE if pattern in each.name]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip((each.name for each in kernels), pool.map(compiled, kernels), strict=True))
 
@@ -48,16 +48,15 @@ def compiled_in(tree: Path, options: list[str]) -> Kernels:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", nargs="?", metavar="BASE", help="a commit that has tests/gpu_kernels.py")
-    parser.add_argument("--all", action="store_true", help="every kernel, not a few of each operator")
     parser.add_argument("-k", default="", metavar="TEXT", help="kernels with this text in their names")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
-        json.dump(compiled_here(arguments.k, all_of_them=arguments.all), sys.stdout)
+        json.dump(compiled_here(arguments.k), sys.stdout)
         return 0
     if arguments.base is None:
         parser.error("BASE: expected a commit")
-    options = ["-k", arguments.k, *["--all"] * arguments.all]
+    options = ["-k", arguments.k]
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "base"
         subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, arguments.base], cwd=REPOSITORY, check=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ __all__ = [
     "Tuning",
     "choose_algorithm",
     "kernel_request",
+    "sample_requests",
     "reserve_room",
     "resolved",
 ]
@@ -247,6 +248,13 @@ def kernel_request(
         },
         LaunchShape(threads, overlaps_predecessor=True),
     )
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield kernels that differ most in code; tests compile them for GPUs."""
+    yield kernel_request(torch.bfloat16, "one_shot", norms=True, is_aligned=True, warp_blocks=1, threads=128)
+    yield kernel_request(torch.float16, "two_shot", norms=False, is_aligned=False, warp_blocks=1, threads=256)
+    yield kernel_request(torch.float32, "slices", norms=True, is_aligned=True, warp_blocks=2, threads=256)
 
 
 class _Launch(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ __all__ = [
     "choose_algorithm",
     "choose_depth",
     "kernel_request",
+    "sample_requests",
     "kernel_vectors_of",
     "reserve_packets",
     "team_factor",
@@ -437,3 +439,26 @@ def kernel_request(
         ),
         holds_call=True,
     )
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield kernels that differ most in code; tests compile them for GPUs."""
+    base: dict[str, Any] = {
+        "warps": Tuning().warps,
+        "depth": 8,
+        "arena_bytes": 0,
+        "is_aligned": True,
+        "is_resident": True,
+        "two_shot": False,
+        "prefetches": False,
+        "lets_in": "kAtOnce",
+    }
+    dtypes = torch.bfloat16, torch.float32
+    yield kernel_request(*dtypes, 1, **base)
+    early = kernel_request(*dtypes, 1, **{**base, "depth": 12, "prefetches": True, "lets_in": "kLate"})
+    yield early
+    yield dataclasses.replace(early, traces=True)
+    yield kernel_request(*dtypes, 16, **{**base, "two_shot": True, "lets_in": "kAtEnd"})
+    factor = team_factor(base["warps"], torch.float16)
+    wide = {"warps": base["warps"] * factor, "depth": 8 // factor, "is_aligned": False, "is_resident": False}
+    yield kernel_request(torch.float16, torch.float16, 8, **{**base, **wide})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ __all__ = [
     "Tuning",
     "bad_row",
     "kernel_request",
+    "sample_requests",
     "state_of",
 ]
 
@@ -479,3 +480,11 @@ def kernel_request(
         },
         LaunchShape(_THREADS),
     )
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield kernels that differ most in code; tests compile them for GPUs."""
+    dtypes = torch.bfloat16, torch.int64
+    yield kernel_request(*dtypes, row_bytes=8192, is_aligned=True, gathers=False, is_host=False)
+    yield kernel_request(torch.float16, torch.int64, row_bytes=8192, is_aligned=True, gathers=True, is_host=False)
+    yield kernel_request(torch.float32, torch.int32, row_bytes=60, is_aligned=False, gathers=False, is_host=False)

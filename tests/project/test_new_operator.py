@@ -35,6 +35,7 @@ TESTS = (
     f"tests/ops/test_{NAME}.py",
     "tests/runtime/compile/test_description.py",
     "tests/project/test_design_document.py",
+    "tests/project/test_gpu_kernels.py",
 )
 # Not the driver without mutations: the one with them, of which none is in force, takes as long to compile. Nor
 # inductor, which takes long.
@@ -123,7 +124,7 @@ def test_it_passes_its_tests(before_and_after: tuple[Path, Path], tmp_path: Path
         find_nvcc()
     except CompileError:
         return
-    assert "test_compiles_for_gpus_without_spills" in tests
+    assert "test_what_a_kernel_needs_of_an_sm" in tests
 
 
 def test_it_is_no_part_of_the_package() -> None:

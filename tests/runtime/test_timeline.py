@@ -44,7 +44,7 @@ def _without_hooks(folder: Path) -> tuple[Path, int]:
     return root, count
 
 
-_SAMPLES = {c.request.name: c for c in SAMPLE if c.arch == "sm_90" and not c.request.traces}
+_SAMPLES = {each.request.name: each for each in SAMPLE if each.arch == "sm_90" and not each.request.traces}
 
 
 @pytest.mark.slow

@@ -23,10 +23,11 @@ import pytest
 import rehearsal
 import sparse_cases
 import test_embedding_lookups
+import torch
 from all_reduce_cases import AllReduceTrial
 from embedding_cases import EmbeddingTrial
 from gemv_cases import GemvTrial
-from gpu_kernels import ALL_SHAPES, BF16, FP32, all_reduce, barrier, embedding, sparse
+from gpu_kernels import SAMPLE
 from rehearsal import Compiler, Gpu, Noted, Notes, NotingBackend, PaperGpu, bound, rehearsing
 from sparse_cases import SparseTrial
 
@@ -37,9 +38,11 @@ from persistent_ops.runtime.compile import cache as compile_cache
 from persistent_ops.runtime.compile.jit import KernelSource, clear_memo, compile_cuda
 from persistent_ops.runtime.compile.toolchain import find_nvcc
 from persistent_ops.runtime.devices import architecture
+from persistent_ops.runtime.dtypes import SCALARS
 from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.host import HostBackend
 
+SAMPLES = {each.request.name: each.request for each in reversed(SAMPLE)}  # the first of each operator
 TESTS = Path(__file__).resolve().parents[1]
 # By the file of the last kernel that they launch.
 TRIALS: dict[str, Callable[[], bits.Trial]] = {
@@ -103,14 +106,11 @@ def test_plans_are_those_for_a_gpu(tmp_path: Path) -> None:
     operators = ["all_reduce", "embedding_all_to_all", "sparse_all_reduce"]
     notes = Notes(tmp_path / "notes")
     noted = _rehearsed(notes, bound(PaperGpu, Gpu(), notes), operators)
-    with_room = (  # for as many PEs as a set of one word has
-        all_reduce(BF16, "one_shot", 128, norms=False),
-        all_reduce(BF16, "slices", 256, norms=False),
-        sparse(FP32, 32, "owner"),
-        sparse(FP32, 32, "allgather"),
-    )
-    wanted = [each.request.with_config(pes=64) for each in with_room]
-    wanted += [barrier().request, embedding(FP32, "sum", ALL_SHAPES + 1 >> 1).request]
+    one_shot = SAMPLES["all_reduce"]
+    share = SAMPLES["sparse_all_reduce"].with_config(scalar=SCALARS[torch.float32], lanes=4)
+    with_room = [one_shot.with_config(norms=False), share, share.with_config(gathers=True)]  # for PEs of a word's set
+    bags = SAMPLES["embedding_all_to_all"].with_config(pooling="po::Pooling::kSum", shapes=32, threads=256)
+    wanted = [SAMPLES["barrier"], bags, *[each.with_config(pes=64) for each in with_room]]
     assert {Noted(each.source(), nvshmem=False) for each in wanted} <= noted
 
 
@@ -119,7 +119,7 @@ def test_what_is_compiled_ahead_is_found(tmp_path: Path, monkeypatch: pytest.Mon
         find_nvcc()
     except CompileError as error:
         pytest.skip(f"needs the CUDA compiler: {error}")
-    source = barrier().request.source()
+    source = SAMPLES["barrier"].source()
     monkeypatch.setenv("PERSISTENT_OPS_CACHE", str(tmp_path / "cache"))
     notes = Notes(tmp_path / "notes")
     for _ in range(3):

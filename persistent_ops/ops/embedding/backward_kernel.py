@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +11,7 @@ from ...runtime.backend import KernelRequest, LaunchShape
 from ...runtime.compile.literals import vector_bytes
 from ...runtime.dtypes import SCALARS
 
-__all__ = ["DECAYS", "GRADIENT", "NAME", "STEPS", "Tiles", "check_rounding", "kernel_request"]
+__all__ = ["DECAYS", "GRADIENT", "NAME", "STEPS", "Tiles", "check_rounding", "kernel_request", "sample_requests"]
 
 NAME = "embedding_backward"
 GRADIENT = "gradient"  # the step that writes rows' sums and leaves tables alone
@@ -127,3 +128,22 @@ def kernel_request(
         },
         LaunchShape(threads),
     )
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield kernels that differ most in code; tests compile them for GPUs."""
+    fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+    for dtype, wire_dtype, step, pooling, is_weighted, row_bytes, choices in (
+        (bf16, bf16, "rowwise_adagrad", "sum", True, 256, {}),
+        (bf16, bf16, "adagrad", "sum", False, 8192, {"decay": "l2", "has_wide_keys": True}),
+        (fp32, bf16, "adam", "mean", False, 1024, {"decay": "decoupled"}),
+        (fp16, fp16, "sgd", "sum", False, 512, {"rounding": "stochastic", "is_aligned": False}),
+        (fp32, fp32, GRADIENT, "sum", True, 32, {}),
+    ):
+        kind: dict[str, Any] = {
+            "pooling": pooling,
+            "is_weighted": is_weighted,
+            "tiles": Tiles.of(row_bytes),
+            "is_aligned": True,
+        }
+        yield kernel_request(dtype, wire_dtype, step, **{**kind, **choices})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ __all__ = [
     "Tuning",
     "aligned_bytes",
     "kernel_request",
+    "sample_requests",
     "launches_beside",
     "outgoing_bytes",
 ]
@@ -224,6 +225,13 @@ def kernel_request(
         },
         LaunchShape(threads),
     )
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield kernels that differ most in code; tests compile them for GPUs."""
+    wide, narrow = (torch.int64,) * 3, (torch.int32,) * 3
+    yield kernel_request(*wide, has_lengths=True, is_weighted=True, threads=THREADS_BESIDE)
+    yield kernel_request(*narrow, has_lengths=False, is_weighted=False, threads=THREADS)
 
 
 class Shape(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ...runtime.world import World, upload
 from .inputs_plan import aligned_bytes
 from .lookups import Lookups
 
-__all__ = ["OPERATOR", "Inverted", "Rows", "Tuning", "invert", "invert_sources", "kernel_request"]
+__all__ = ["OPERATOR", "Inverted", "Rows", "Tuning", "invert", "invert_sources", "kernel_request", "sample_requests"]
 
 _NAME = "embedding_inversion"
 _MAX_NARROW_KEYS = 2**31 - 1
@@ -337,6 +337,23 @@ def kernel_request(
         },
         LaunchShape(threads, arena_bytes=arena_bytes),
     )
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield kernels that differ most in code; tests compile them for GPUs."""
+    for has_all, digit_bits, items in ((False, 8, 8), (True, 7, 4)):
+        yield kernel_request(
+            torch.int64,
+            torch.int64,
+            is_wide=has_all,
+            lookups=has_all,
+            counts=has_all,
+            digit_bits=digit_bits,
+            items=items,
+            threads=OPERATOR.default_tuning.threads,
+            work_groups_per_sm=OPERATOR.default_tuning.work_groups_per_sm,
+            arena_bytes=0,
+        )
 
 
 def _is_narrow(rows: Rows) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ __all__ = [
     "average_lookups_per_bag",
     "dtypes_of",
     "numbers_of",
+    "sample_requests",
 ]
 
 _STAGING = "staging"  # an area: room from which rows are put; one for all plans, since one launch at a time uses it
@@ -579,3 +580,15 @@ def _request(
         },
         LaunchShape(threads),
     )
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield kernels that differ most in code; tests compile them for GPUs."""
+    for dtype, wire_dtype, pooling, is_weighted, shapes, from_sources in (
+        (torch.float32, torch.float32, "sum", True, 1 << 1, False),  # most registers
+        (torch.bfloat16, torch.bfloat16, "sum", False, (1 << 6) - 1, False),
+        (torch.float32, torch.bfloat16, "mean", False, 1 << 2, True),
+    ):
+        lookups = LookupKind(torch.int64, torch.int64, 1, is_weighted, 1, from_sources)
+        threads = _threads(shapes, is_weighted, from_sources)
+        yield _request(dtype, wire_dtype, lookups, pooling, shapes, threads, Tuning().rows_in_flight, 2)

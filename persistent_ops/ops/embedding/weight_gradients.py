@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ...runtime.world import World, upload
 from .inputs_plan import MOST_PIECE_LOOKUPS, MOST_PIECES, InputsLayout, aligned_bytes
 from .lookups import Lookups
 
-__all__ = ["OPERATOR", "Tuning", "kernel_request", "return_gradients"]
+__all__ = ["OPERATOR", "Tuning", "kernel_request", "sample_requests", "return_gradients"]
 
 _NAME = "embedding_weight_gradients"
 _STAGING = "returned gradients of weights"  # an area: where owners put those of this PE's lookups
@@ -69,6 +69,11 @@ class ReturnKey(NamedTuple):
 def kernel_request(threads: int) -> KernelRequest:
     """Return what is compiled."""
     return KernelRequest(_NAME, None, LaunchShape(threads))
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield the kernel; tests compile it for GPUs."""
+    yield kernel_request(OPERATOR.description.constants["kThreads"])
 
 
 def return_gradients(world: World, lookups: Lookups, products: torch.Tensor) -> torch.Tensor:

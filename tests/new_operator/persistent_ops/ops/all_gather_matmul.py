@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,6 +112,11 @@ def kernel_request(dtype: torch.dtype, *, is_aligned: bool) -> KernelRequest:
     )
     vector_bytes = _VECTOR_BYTES if is_aligned else dtype.itemsize
     return KernelRequest.of(OPERATOR.name, {"scalar": SCALARS[dtype], "vector_bytes": vector_bytes}, shape)
+
+
+def sample_requests() -> Iterator[KernelRequest]:
+    """Yield what tests compile for GPUs."""
+    yield kernel_request(torch.bfloat16, is_aligned=True)
 
 
 class _Plan(Plan):
