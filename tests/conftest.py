@@ -11,11 +11,9 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
-import crash_reports
 import pytest
 import warm_python
 from folders import FOLDERS
-from setup_time import bounded
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -42,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # PEs are many and cores are few: torch's threads would spin
     # torch.compile would compile programs to learn which vector instructions work here; plain loops do for tests.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
-    crash_reports.register(config)
     if _is_rehearsal(config):
         import rehearsal
 
@@ -114,17 +111,6 @@ def _fixtures_of(item: pytest.Item) -> list[str]:
 @pytest.fixture(scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
     return "host" if _is_rehearsal(request.config) else str(request.config.getoption("--backend"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Generator[None, object, object]:
-    """Fail the test for which a fixture takes too long; on GPUs what it waits for is theirs."""
-    if request.config.getoption("--backend") != "host":
-        return (yield)
-    with bounded(f"the fixture {fixturedef.argname}"):
-        return (yield)
 
 
 # The files that take longest: first, so that no worker is left with one of them when the others are done (pytest-xdist

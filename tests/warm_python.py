@@ -8,7 +8,6 @@ an interpreter does start theirs with `subprocess`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import multiprocessing.util
@@ -18,13 +17,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 from folders import FOLDERS, TESTS
 
-__all__ = ["Popen", "afresh", "fork_launches", "servers"]
+__all__ = ["Popen", "fork_launches", "servers"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 # What may be read when the interpreter starts and when libraries are loaded: too late for a process that is forked.
@@ -148,13 +146,6 @@ def fork_launches(*, at_once: bool = False) -> None:
     multiprocessing.util.spawnv_passfds = _fork  # type: ignore[attr-defined]
     if at_once:
         _server_for(dict(os.environ))
-
-
-@contextlib.contextmanager
-def afresh() -> Iterator[None]:
-    """Let multiprocessing's spawn start interpreters, as it does by itself."""
-    with mock.patch.object(multiprocessing.util, "spawnv_passfds", _spawn):
-        yield
 
 
 def _fork(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from public_names import Parameter, PublicName, parameters_of, public_names, summary_of
 
 import persistent_ops as po
-from persistent_ops.ops.sparse_plan import Layout
 
 Names = Sequence[PublicName]
 
@@ -193,24 +192,6 @@ def handles(names: Names) -> set[str]:
     return found
 
 
-def returned_classes(names: Names) -> set[str]:
-    """Classes of the package that public functions return are public."""
-    exported = {public.name.rpartition(".")[2] for public in names}
-    return {
-        f"{public.name} returns {kind}"
-        for public in names
-        for kind in re.findall(r"\b[A-Z]\w+", _returned(public))
-        if kind not in exported and kind in _own_classes(public.what)
-    }
-
-
-def _own_classes(function: Any) -> set[str]:
-    scope = getattr(inspect.unwrap(function), "__globals__", {})
-    return {
-        name for name, what in scope.items() if inspect.isclass(what) and what.__module__.startswith("persistent_ops")
-    }
-
-
 # ---- the package, and synonyms that are found -----------------------------------------------------------------------
 
 
@@ -249,9 +230,6 @@ def _pool_into(x: torch.Tensor, out: torch.Tensor) -> None: ...
 def _starts(x: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | None: ...
 
 
-def _returns_a_layout() -> Layout: ...
-
-
 _RULES: dict[Callable[[Names], set[str]], Any] = {
     one_name_two_types: _tables,
     one_name_two_sets_of_choices: _algorithm,
@@ -261,7 +239,6 @@ _RULES: dict[Callable[[Names], set[str]], Any] = {
     numbers_per_what: _batch_per_pe,
     written_results: _pool_into,
     handles: _starts,
-    returned_classes: _returns_a_layout,
 }
 
 

@@ -124,6 +124,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.host
 def test_the_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}

@@ -117,35 +117,6 @@ def test_a_cluster_is_not_what_must_find_room() -> None:
     assert not found.fits()
 
 
-def test_launches_that_fit_become_resident_in_whatever_order() -> None:
-    """WGs of both come to lie as a random scheduler puts them: neither keeps the other out for good."""
-    numbers = random.Random(5)
-    num_sms = 6
-    for _ in range(300):
-        resident = Footprint(numbers.choice((128, 256)), numbers.randint(80, 126), 344, 2)
-        found = Residency(H200, num_sms)
-        found.add("", resident, 2 * num_sms)
-        found.add("inputs", INPUTS, 5)
-        if not found.fits():
-            continue
-        beside = [0] * num_sms
-        main = [0] * num_sms
-        waiting = [1] * 5 + [0] * (2 * num_sms)
-        numbers.shuffle(waiting)
-        for is_beside in waiting:  # the main launch's WGs may find no room: those of the other one always do
-            free = [
-                sm
-                for sm in range(num_sms)
-                if main[sm] * resident.registers_of_wg + beside[sm] * INPUTS.registers_of_wg
-                <= H200.registers - (INPUTS if is_beside else resident).registers_of_wg
-                and (is_beside or main[sm] < resident.most)
-            ]
-            assert free or not is_beside
-            if free:
-                (beside if is_beside else main)[numbers.choice(free)] += 1
-        assert sum(beside) == 5
-
-
 # ---- a world's workspaces --------------------------------------------------------------------------------------------
 
 
@@ -238,12 +209,3 @@ def test_an_overlapping_kernel_takes_turns() -> None:
     assert found.fits()
     found.add("inputs", INPUTS, 16)
     assert not found.fits()
-
-
-def test_orders_of_kernels_do_not_matter() -> None:
-    kernels = [("", FORWARD, 264), ("inputs", INPUTS, 16), ("", Footprint(256, 128, 344, 2), 264)]
-    for order in itertools.permutations(kernels):
-        found = Residency(H200, 132)
-        for name, footprint, grid in order:
-            found.add(name, footprint, grid)
-        assert not found.fits()

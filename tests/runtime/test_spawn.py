@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from pe_processes import LOOPBACK, SLACK, clean_environment, listening, wait_for
-from warm_python import afresh, servers
+from warm_python import servers
 
 from persistent_ops.runtime import spawn
 from persistent_ops.runtime.bootstrap.connection import connect
@@ -43,27 +43,7 @@ def pe_exchange(base: int) -> Any:
     values = [int(value) for value in pe.exchange("t", str(base + pe.rank).encode())]
     addresses = {address for address, _ in listening(os.getppid())}
     pe.close()
-    return values, torch.full((3,), float(pe.rank)), addresses, os.environ["RANK"]
-
-
-def pe_meets_torch() -> Any:
-    """Make torch's default group twice, beside the package's own connection of the PEs."""
-    import torch
-    import torch.distributed as dist
-
-    found = detect(os.environ)
-    pe = connect(found, 60.0)
-    sums = []
-    for scale in (1.0, 10.0):
-        dist.init_process_group("gloo")
-        value = torch.tensor([scale * (dist.get_rank() + 1)])
-        dist.all_reduce(value)
-        sums.append(value.item())
-        dist.destroy_process_group()
-        pe.exchange("the group is gone", b"")
-    pe.close()
-    local = (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"])
-    return sums, found.launcher, found.rank, local, int(os.environ["MASTER_PORT"])
+    return values, torch.full((3,), float(pe.rank)), addresses, [os.environ[name] for name in ("RANK", "LOCAL_RANK")]
 
 
 def pe_fails(kind: str) -> int:
@@ -123,26 +103,13 @@ def test_launch_returns_results_and_leaves_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "7")  # another launcher's, which must not reach the PEs
     assert spawn.launch(abs, 1, -3, timeout=60) == [3]  # multiprocessing's resource tracker stays from here on
     before, files = children(), len(os.listdir("/proc/self/fd"))
-    with afresh():
-        results = spawn.launch(pe_exchange, 2, 40, timeout=60)
+    results = spawn.launch(pe_exchange, 2, 40, timeout=60)
     assert [values for values, *_ in results] == [[40, 41], [40, 41]]
     assert [tensor.tolist() for _, tensor, *_ in results] == [[0.0] * 3, [1.0] * 3]
     assert all(addresses == {LOOPBACK} for *_, addresses, _ in results)
-    assert [rank for *_, rank in results] == ["0", "1"]
+    assert [ranks for *_, ranks in results] == [["0", "0"], ["1", "1"]]
     assert children() == before
     wait_for(lambda: len(os.listdir("/proc/self/fd")) <= files)
-
-
-@pytest.mark.slow
-def test_processes_meet_over_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # another job's, which must not reach the PEs
-    monkeypatch.setenv("MASTER_PORT", "1")
-    with afresh():
-        results = spawn.launch(pe_meets_torch, 3, timeout=250)
-    ports = {port for *_, port in results}
-    assert len(ports) == 1
-    local = [(str(rank), "3") for rank in range(3)]
-    assert results == [([6.0, 60.0], "persistent_ops", rank, local[rank], *ports) for rank in range(3)]
 
 
 def test_the_port_for_torch_is_nobody_else_s_while_it_is_held() -> None:
@@ -166,8 +133,9 @@ def test_the_example_of_ddp_learns_its_weights(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", (_REPOSITORY / "launch" / "README.md").read_text(), re.DOTALL)
     (script := tmp_path / "example.py").write_text(example)
     command = [sys.executable, str(script)]
+    environment = clean_environment(MASTER_ADDR="192.0.2.1", MASTER_PORT="1")  # another job's: not for the PEs
     ran = subprocess.run(
-        command, env=clean_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
     )
     assert ran.stdout.splitlines() == ["0 1.000 -2.000 3.000", "1 1.000 -2.000 3.000"], ran.stderr
 

@@ -148,57 +148,6 @@ def order() -> StreamOrder:
     return StreamOrder(torch.device("cuda", 0))
 
 
-def test_eager_launches_on_several_streams(cuda: Cuda, order: StreamOrder) -> None:
-    for i in (0, 1, 1, 2, 0, 0, 2, 1):  # 0 is the default stream, whose handle is 0
-        cuda.current = cuda.streams[i]
-        cuda.launch(order)
-
-
-def test_eager_launches_around_a_capture(cuda: Cuda, order: StreamOrder) -> None:
-    cuda.launch(order)
-    cuda.current = cuda.streams[1]
-    cuda.begin_capture(cuda.current)
-    cuda.launch(order)
-    cuda.end_capture(1)
-    cuda.current = cuda.streams[2]
-    cuda.launch(order)
-
-
-def test_streams_of_one_capture(cuda: Cuda, order: StreamOrder) -> None:
-    cuda.begin_capture(cuda.streams[1])
-    cuda.fork(cuda.streams[1], cuda.streams[2])
-    for i in (1, 2, 2, 1, 2):
-        cuda.current = cuda.streams[i]
-        cuda.launch(order)
-
-
-def test_a_capture_after_one_on_another_stream(cuda: Cuda, order: StreamOrder) -> None:
-    for i in (1, 2):
-        cuda.current = cuda.streams[i]
-        cuda.begin_capture(cuda.current)
-        cuda.launch(order)
-        cuda.end_capture(cuda.current.capture)
-
-
-def test_a_stream_that_is_in_another_capture_by_now(cuda: Cuda, order: StreamOrder) -> None:
-    cuda.current = cuda.streams[1]
-    cuda.begin_capture(cuda.current)
-    cuda.launch(order)
-    cuda.end_capture(1)
-    cuda.begin_capture(cuda.current)
-    cuda.current = cuda.streams[2]
-    cuda.begin_capture(cuda.current)
-    cuda.launch(order)
-
-
-def test_two_captures_at_a_time(cuda: Cuda, order: StreamOrder) -> None:
-    for stream in cuda.streams[1:3]:
-        cuda.begin_capture(stream)
-    for i in (1, 2, 2):
-        cuda.current = cuda.streams[i]
-        cuda.launch(order)
-
-
 def test_last_eager_stream_is_being_captured(cuda: Cuda, order: StreamOrder) -> None:
     cuda.current = cuda.streams[1]
     cuda.launch(order)
@@ -211,35 +160,6 @@ def test_last_eager_stream_is_being_captured(cuda: Cuda, order: StreamOrder) -> 
             cuda.launch(order)
     cuda.end_capture(1)
     cuda.streams[1].done = done
-    cuda.launch(order)
-
-
-@pytest.mark.parametrize("handle", [0x7000, 0x8000], ids=["same_handle", "other_handle"])
-def test_a_stream_that_is_destroyed_behind_its_launch(cuda: Cuda, order: StreamOrder, handle: int) -> None:
-    """Its launch may still run: the next stream waits for it, also one that the driver gave the same handle."""
-    for each in (0x7000, handle, handle):
-        cuda.current = cuda.create(each)
-        cuda.launch(order)
-        cuda.launch(order)
-        cuda.destroy(cuda.current)
-    cuda.current = cuda.streams[1]
-    cuda.launch(order)
-    cuda.current = cuda.create(0x7000)
-    cuda.launch(order)
-
-
-def test_captures_on_streams_that_are_destroyed(cuda: Cuda, order: StreamOrder) -> None:
-    for handle in (0x7000, 0x7000, 0x8000):
-        cuda.current = cuda.create(handle)
-        cuda.begin_capture(cuda.current)
-        cuda.fork(cuda.current, cuda.streams[1])
-        for stream in (cuda.streams[1], cuda.foreign[handle], cuda.streams[1], cuda.foreign[handle]):
-            cuda.current = stream
-            cuda.launch(order)
-        cuda.end_capture(cuda.captures)
-        cuda.destroy(cuda.foreign[handle])
-    cuda.current = cuda.streams[2]
-    cuda.begin_capture(cuda.current)
     cuda.launch(order)
 
 
@@ -270,24 +190,6 @@ def test_a_launch_that_fails_leaves_the_order_as_it_was(cuda: Cuda, order: Strea
     order.follow(0x7000)  # and nothing is launched
     cuda.destroy(cuda.current)
     cuda.current = cuda.streams[2]
-    cuda.launch(order)
-
-
-def test_a_collective_between_launches_on_other_streams(cuda: Cuda, order: StreamOrder) -> None:
-    for launching, collecting in ((0, 1), (1, 1), (1, 0), (2, 1)):
-        cuda.current = cuda.streams[launching]
-        cuda.launch(order)
-        cuda.current = cuda.streams[collecting]
-        cuda.collect(order)
-        cuda.collect(order)
-    cuda.current = cuda.create(0x7000)
-    cuda.launch(order)
-    assert not order._collectives
-
-
-def test_a_collective_before_any_launch(cuda: Cuda, order: StreamOrder) -> None:
-    cuda.collect(order)
-    cuda.current = cuda.streams[1]
     cuda.launch(order)
 
 

@@ -1,4 +1,4 @@
-"""What `make test-gpu` runs, as far as a machine without GPUs can tell; how long what tests share may take; crashes."""
+"""What `make test-gpu` runs, as far as a machine without GPUs can tell; workers and PEs that crash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ import torch
 from checks import Checks
 from conftest import _Scopes
 from gpu_turns import turn
-from worlds import python_path
 
 import persistent_ops as po
 from persistent_ops.runtime.interruptible import Interruptible
@@ -110,60 +109,6 @@ def test_pes_that_are_threads_run_python_on_one_core_and_kernels_on_all() -> Non
         of_pes = po.launch(_cores, 2, threads=True, timeout=60)
     assert [len(cores) for cores in of_pes] == [1, 1] and of_waits.count(before) >= 2
     assert os.sched_getaffinity(0) == before
-
-
-_CONFTEST = """
-import setup_time
-from conftest_of_tests import pytest_fixture_setup
-
-setup_time._MOST_CPU_S, setup_time._MOST_S = 0.5, 3.0
-
-def pytest_addoption(parser):
-    parser.addoption("--backend", default="host")
-"""
-_FIXTURES = """
-import subprocess, sys, time
-import kept_pes
-import pytest
-
-BUSY = "import time\\nwhile time.process_time() < 0.7: pass"
-
-@pytest.fixture(scope="module")
-def computes():
-    exec(BUSY.replace("< 0.7", f"< {time.process_time() + 0.7}"))
-
-@pytest.fixture
-def starts_a_process():
-    subprocess.run([sys.executable, "-c", BUSY], check=True)
-
-@pytest.fixture
-def waits():
-    time.sleep(3.5)
-
-@pytest.fixture
-def is_quick():
-    time.sleep(0.7)
-
-@pytest.mark.parametrize("name", ["computes", "starts_a_process", "waits", "is_quick"])
-def test_it(request, name):
-    request.getfixturevalue(name)
-"""
-
-
-@pytest.mark.slow
-def test_a_fixture_that_takes_too_long_fails_its_test(tmp_path: Path) -> None:
-    tests = Path(__file__).resolve().parents[1]
-    (tmp_path / "conftest.py").write_text(_CONFTEST)
-    (tmp_path / "conftest_of_tests.py").symlink_to(tests / "conftest.py")
-    (tmp_path / "test_fixtures.py").write_text(_FIXTURES)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = f"{tests}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "3 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "PASSED test_fixtures.py::test_it[is_quick]" in done.stdout
-    for name in ("computes", "starts_a_process", "waits"):
-        assert f"the fixture {name} took " in done.stdout
 
 
 class _Worker:
@@ -270,34 +215,6 @@ def test_on_gpus_worlds_of_each_size_have_pes_of_their_own(monkeypatch: pytest.M
         assert kept_pes.in_processes(print, 2, timeout=60) == [2, 2] and len(started) == count
     assert kept_pes.in_processes(print, 3, timeout=60) == [3] * 3 and len(started) == 10
     assert {size: len(pes) for size, pes in kept_pes._kept.items()} == {1: 1, 2: 2, 3: 0, 4: 4}, "worn: ended"
-
-
-_CRASH = """
-import os, resource, signal, threading
-
-def waits_beside():
-    threading.Event().wait(60)
-
-def test_it():
-    threading.Thread(target=waits_beside, daemon=True).start()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.kill(os.getpid(), signal.{number})
-"""
-
-
-@pytest.mark.parametrize("number", ["SIGSEGV", "SIGKILL"])
-def test_a_worker_that_crashes_says_how_and_where(tmp_path: Path, number: str) -> None:
-    (tmp_path / "conftest.py").write_text("from crash_reports import register as pytest_configure\n")
-    (tmp_path / "test_crash.py").write_text(_CRASH.format(number=number))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-n", "1", "--max-worker-restart", "0", "-p", "no:cacheprovider"]
-    environment |= {"PYTHONPATH": python_path(), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
-    _, _, told = done.stdout.partition("test_crash.py::test_it'\n")
-    told, _, _ = told.partition("short test summary info")
-    assert re.match(rf"it ended with {number}\n.*for want of memory since the tests began: \d+\n", told), done.stdout
-    assert ("in waits_beside" in told and "in test_it" in told) is (number != "SIGKILL"), told
-    assert not list(tmp_path.glob("crashes*")), "left behind"
 
 
 def _crashes_once(folder: str, *, before_it_joins: bool) -> int:

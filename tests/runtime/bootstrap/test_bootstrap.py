@@ -441,23 +441,6 @@ def test_identities_are_checked() -> None:
     assert all("garbage" in text for text in join_threads([3, 3], scribble))
 
 
-def test_threads_exchange() -> None:
-    mailboxes = from_threads(3, 5.0)
-    results: list[Any] = [None] * 3
-
-    def run(rank: int) -> None:
-        results[rank] = [mailboxes[rank].exchange("t", b"%d-%d" % (rank, i)) for i in range(200)]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [[[b"%d-%d" % (rank, i) for rank in range(3)] for i in range(200)]] * 3
-    for pe in mailboxes:
-        pe.close()
-
-
 class LateBoard(ThreadMailbox):
     """Lets something happen just before its PE looks for failures."""
 

@@ -51,15 +51,6 @@ def hydra() -> str:
     return found
 
 
-@pytest.mark.slow
-def test_hydra(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    done = run([hydra(), "-n", "3", sys.executable, str(program), "20"])
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 3, local {r} of 3, True hydra" for r in range(3)]
-
-
 def test_hydra_on_several_hosts(tmp_path: Path) -> None:
     """Two names of this machine make two hosts of it, as far as Hydra knows. Without close(): the exit does it."""
     host_address()
@@ -82,6 +73,7 @@ def test_hydra_with_an_absent_rank(tmp_path: Path) -> None:
     assert all("rank 1 of 3" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
