@@ -25,9 +25,9 @@ enum class LetsIn {
 
 class Succession {
  public:
-  // The first warp of each WG lets the successor in, `steps_ahead` of its `num_steps`; other warps have no steps.
-  // `asked`: 0; for launches with the same number of WGs alone: launches that overlap count together and still come out
-  // at 0.
+  // The first warp of each WG counts `num_steps` steps, and has asked for everything when `steps_ahead` of them are left.
+  // Other warps have no steps. `asked` is 0 before the first launch. Only launches with the same number of WGs share it:
+  // those that overlap count together and still come out at 0.
   PO_FN Succession(uint32_t* asked, const WorkGroup& wg, int num_steps, int steps_ahead)
       : asked_(asked),
         last_(static_cast<uint32_t>(wg.count()) - 1),

@@ -23,7 +23,8 @@ PO_FN constexpr int64_t static_bytes(int64_t pes) { return 1024 + pes * static_c
 // Tiles of a WG that may be in flight in shared memory.
 PO_FN constexpr int slots_of(int vectors) { return vectors == 1 ? 8 : 4; }
 
-// Whether two launches find room on one SM. Several vectors take too many registers, unless weights are prefetched.
+// Whether two launches find room on one SM: with one vector, or with up to 8 and prefetched weights. More vectors take
+// too many registers.
 PO_FN constexpr bool shares_sm(int vectors, bool prefetches) { return vectors == 1 || (prefetches && vectors <= 8); }
 
 PO_FN constexpr int64_t ring_step_bytes(int64_t warps) { return warps * 2 * kLanesOfGpu * 16; }
