@@ -58,9 +58,11 @@ _Line = dict[str, Any]
 _BAGS, _GEMV, _ROWS, _SUM = "B2048_T256_P10", "8192x3584", "5Mx2048_50k_zipf", "256K"
 _STEP = "adagrad_uniform"
 _MODULE = "nn.ShardedEmbeddingBagCollection"
+# What these columns say: more is better in the one, less in the other.
+_SPEEDUP, _OVER_LIMIT = "speedup over best baseline", "time / limit"
 _OURS_SPARSE = ("auto", "into")
-_PEERS_SUM = ("nccl", "symm_one_shot", "symm_two_shot")
-_PEERS_SPARSE = {  # columns, and the methods of which each is the faster one
+_BASELINES_SUM = ("nccl", "symm_one_shot", "symm_two_shot")
+_BASELINES_SPARSE = {  # columns, and the methods of which each is the faster one
     "all-gather + `index_add`": ("gather_add", "gather_add_graph"),
     "union + NCCL": ("union_reduce", "union_reduce_graph"),
     "dense NCCL": ("dense_reduce",),
@@ -120,9 +122,7 @@ def _embedding_tables(run: Run) -> list[str]:
                 ]
             )
         labels = [methods.LABELS[name].format(collective="NCCL") for name in methods.METHODS[1:]]
-        tables.append(
-            _table([f"us, {distribution} indices", "fused", "limit", "x limit", *labels, "x best unfused"], rows)
-        )
+        tables.append(_table([f"us, {distribution} indices", "fused", "limit", _OVER_LIMIT, *labels, _SPEEDUP], rows))
     rows = []
     for config in unique(select(run.lines, "skew", distribution="uniform"), "config"):
         pair = {line["method"]: line for line in select(run.lines, "skew", distribution="uniform", config=config)}
@@ -130,7 +130,14 @@ def _embedding_tables(run: Run) -> list[str]:
             cells = [text for line in pair.values() for text in (_us(line), f"{100 * line['skew']:.1f} %")]
             rows.append([f"`{config}`", *cells, _times(pair["oblivious"]["us"], pair["fused"]["us"])])
     if rows:
-        head = ["us, single launches begun together", "communication-aware", "skew", "oblivious", "skew", "x"]
+        head = [
+            "us, single launches begun together",
+            "communication-aware",
+            "skew",
+            "oblivious",
+            "skew",
+            "speedup over oblivious",
+        ]
         tables.append(_table(head, rows))
     for line in select(run.lines, "host_cost"):
         costs = ", ".join(f"{us:.0f} us ({name})" for name, us in line["us_per_call"].items())
@@ -139,11 +146,11 @@ def _embedding_tables(run: Run) -> list[str]:
 
 
 def _backward_tables(run: Run) -> list[str]:
-    """The backward pass with its parts and peers; then both passes with theirs."""
+    """The backward pass with its parts and baselines; then both passes with theirs."""
     parts = {"fused": ("sort", "kernel", "kernel_alone", "exchange"), "forward_backward": ()}
     tables = []
-    for ours, peers in embedding_backward.PEERS.items():
-        methods = (ours, *parts[ours], *peers)
+    for ours, baselines in embedding_backward.PEERS.items():
+        methods = (ours, *parts[ours], *baselines)
         rows = []
         for distribution in unique(select(run.lines, "time"), "distribution"):
             lines = select(run.lines, "time", distribution=distribution)
@@ -154,15 +161,15 @@ def _backward_tables(run: Run) -> list[str]:
                         continue
                     own = by_method[ours]
                     times = [_us(by_method.get(name)) for name in methods[1:]]
-                    # What is a graph is compared where a graph of a peer's was timed too.
-                    graphs = [name for name in peers if not name.endswith("_eager")]
-                    timed = peers if any(name in by_method for name in graphs) else ()
+                    # What is a graph is compared where a graph of a baseline was timed too.
+                    graphs = [name for name in baselines if not name.endswith("_eager")]
+                    timed = baselines if any(name in by_method for name in graphs) else ()
                     ahead = _times(_fastest(by_method, timed), own["us"])
                     limit = own["limit_us"]
                     what = f"`{config}`, {optimizer}" + ("" if distribution == "uniform" else f", {distribution}")
                     rows.append([what, _us(own), us_text(limit), _times(own["us"], limit), *times, ahead])
         labels = [embedding_backward.LABELS[name].format(collective="NCCL") for name in methods]
-        head = [f"us, {pes_text(run.pes)}", labels[0], "limit", "x limit", *labels[1:], "x best peer"]
+        head = [f"us, {pes_text(run.pes)}", labels[0], "limit", _OVER_LIMIT, *labels[1:], _SPEEDUP]
         if rows:
             tables.append(_table(head, rows))
     return tables
@@ -170,16 +177,18 @@ def _backward_tables(run: Run) -> list[str]:
 
 def _dlrm_embedding_tables(run: Run) -> list[str]:
     """Return the steps of all cases, and the phases of eager ones."""
-    methods, peers = dlrm_embedding.METHODS, dlrm_embedding.PEERS["fused"]
-    ours = [name for name in methods if name not in peers]
+    methods, baselines = dlrm_embedding.METHODS, dlrm_embedding.PEERS["fused"]
+    ours = [name for name in methods if name not in baselines]
     rows = []
     for case, by_method in _by(run.lines, "case").items():
         limit = next(iter(by_method.values()))["limit_us"]
         own = _fastest(by_method, ours)
         times = [_us(by_method.get(name)) for name in methods]
-        rows.append([f"`{case}`", *times, us_text(limit), _times(own, limit), _times(_fastest(by_method, peers), own)])
+        rows.append(
+            [f"`{case}`", *times, us_text(limit), _times(own, limit), _times(_fastest(by_method, baselines), own)]
+        )
     labels = {name: text.format(collective="NCCL") for name, text in dlrm_embedding.LABELS.items()}
-    head = [f"us, {pes_text(run.pes)}", *[labels[name] for name in methods], "limit", "x limit", "x best peer"]
+    head = [f"us, {pes_text(run.pes)}", *[labels[name] for name in methods], "limit", _OVER_LIMIT, _SPEEDUP]
     found = [_table(head, rows)]
     phases = [
         [
@@ -207,7 +216,7 @@ def _dlrm_train_tables(run: Run) -> list[str]:
     head = [
         f"tables by, {pes_text(run.pes)}",
         "ms per step",
-        "x time",
+        f"time / {OWN_TABLES}",
         "first loss",
         "last compared",
         "largest difference",
@@ -223,7 +232,7 @@ def _gemv_tables(run: Run) -> list[str]:
         for name, text in gemv.methods.LABELS.items()
     }
     ours = ("fused", "prefetch") if run.pes > 1 else ("gemv_alone", "gemv_alone_prefetch")
-    peers = gemv.methods.UNFUSED if run.pes > 1 else ("cublas_alone",)
+    baselines = gemv.methods.UNFUSED if run.pes > 1 else ("cublas_alone",)
     rows = []
     for shape, by_method in _by(run.lines, "shape_name").items():
         limit = next(iter(by_method.values()))["limit_us"]
@@ -234,13 +243,13 @@ def _gemv_tables(run: Run) -> list[str]:
                 *[_us(by_method.get(name)) for name in ours],
                 us_text(limit),
                 _times(first["us"] if first else None, limit),
-                *[_us(by_method.get(name)) for name in peers],
-                *[_times(_fastest(by_method, peers), _fastest(by_method, [name])) for name in ours],
+                *[_us(by_method.get(name)) for name in baselines],
+                *[_times(_fastest(by_method, baselines), _fastest(by_method, [name])) for name in ours],
             ]
         )
-    against = "x best unfused" if run.pes > 1 else "x cuBLAS"
-    head = [f"us, {pes_text(run.pes)}", *[labels[name] for name in ours], "weight", "x weight"]
-    return [_table([*head, *[labels[name] for name in peers], against, f"{against}, prefetch"], rows)]
+    speedup = _SPEEDUP if run.pes > 1 else "speedup over cuBLAS"
+    head = [f"us, {pes_text(run.pes)}", *[labels[name] for name in ours], "limit", _OVER_LIMIT]
+    return [_table([*head, *[labels[name] for name in baselines], speedup, f"{speedup}, with prefetch"], rows)]
 
 
 def _all_reduce_tables(run: Run) -> list[str]:
@@ -256,13 +265,13 @@ def _row_parallel_tables(run: Run) -> list[str]:
         times = [_us(by_method.get(name)) for name in methods]
         rows.append([f"`{shape}`", *times, us_text(limit), _times(best, own["us"] if own else None)])
     labels = [row_parallel_linear.LABELS[name].format(collective="NCCL", product="cuBLAS") for name in methods]
-    return [_table([f"us, {pes_text(run.pes)}", *labels, "limit", "x best peer"], rows)]
+    return [_table([f"us, {pes_text(run.pes)}", *labels, "limit", _SPEEDUP], rows)]
 
 
 def _sums_table(run: Run, *, norms: bool) -> str:
     """Return a table by size, of sums alone or with residual and norm."""
     prefix = "norm_" if norms else ""
-    peers = [f"{prefix}{name}" for name in _PEERS_SUM]
+    baselines = [f"{prefix}{name}" for name in _BASELINES_SUM]
     rows = []
     for size, by_method in _by(run.lines, "size").items():
         own = by_method.get(f"{prefix}auto")
@@ -271,13 +280,13 @@ def _sums_table(run: Run, *, norms: bool) -> str:
                 size,
                 *[_us(by_method.get(f"{prefix}{name}")) for name in all_reduce.ALGORITHMS],
                 us_text(next(iter(by_method.values()))["limit_us"]),
-                *[_us(by_method.get(name)) for name in peers],
-                _times(_fastest(by_method, peers), own["us"] if own else None),
+                *[_us(by_method.get(name)) for name in baselines],
+                _times(_fastest(by_method, baselines), own["us"] if own else None),
             ]
         )
-    labels = [all_reduce.LABELS[name].format(collective="NCCL") for name in peers]
+    labels = [all_reduce.LABELS[name].format(collective="NCCL") for name in baselines]
     what = "us, sum + residual + RMS norm" if norms else "us, sum"
-    return _table([f"{what}, {pes_text(run.pes)}", *all_reduce.ALGORITHMS, "limit", *labels, "x best peer, auto"], rows)
+    return _table([f"{what}, {pes_text(run.pes)}", *all_reduce.ALGORITHMS, "limit", *labels, f"{_SPEEDUP}, auto"], rows)
 
 
 def _sparse_tables(run: Run) -> list[str]:
@@ -286,7 +295,7 @@ def _sparse_tables(run: Run) -> list[str]:
     for case, by_method in _by(select(run.lines, "time", group="cases"), "case").items():
         (about,) = select(run.lines, "case", group="cases", case=case)
         own = _fastest(by_method, _OURS_SPARSE)
-        peers = [_fastest(by_method, names) for names in _PEERS_SPARSE.values()]
+        baselines = [_fastest(by_method, names) for names in _BASELINES_SPARSE.values()]
         host = select(run.lines, "host", group="cases", case=case, method="auto")
         rows.append(
             [
@@ -296,8 +305,8 @@ def _sparse_tables(run: Run) -> list[str]:
                 us_text(about["limit_us"]),
                 us_text(about["unicast_us"]),
                 _times(own, about["unicast_us"]),
-                *[us_text(peer) if peer else "" for peer in peers],
-                _times(min((peer for peer in peers if peer), default=None), own),
+                *[us_text(baseline) if baseline else "" for baseline in baselines],
+                _times(min((baseline for baseline in baselines if baseline), default=None), own),
             ]
         )
     if rows:
@@ -307,8 +316,8 @@ def _sparse_tables(run: Run) -> list[str]:
             "into, in a graph",
             "host time of the operator, without its wait",
         ]
-        head += ["limit", "unicast", "x unicast"]
-        tables.append(_table([*head, *_PEERS_SPARSE, "x best peer"], rows))
+        head += ["limit", "unicast limit", "time / unicast limit"]
+        tables.append(_table([*head, *_BASELINES_SPARSE, _SPEEDUP], rows))
     for sweep, name in (("sparsity", "rows on each PE"), ("overlap", "rows that all PEs share")):
         points = swept_lines(run.lines, sweep, run.pes)
         if points:
@@ -319,7 +328,7 @@ def _sparse_tables(run: Run) -> list[str]:
                 + [_us(times.get(method)) for method in methods]
                 for case, times in points
             ]
-            tables.append(_table([f"us, by the share of {name}", "limit", "unicast", *labels], rows))
+            tables.append(_table([f"us, by the share of {name}", "limit", "unicast limit", *labels], rows))
     return tables
 
 
@@ -334,7 +343,7 @@ def _decode_tables(run: Run) -> list[str]:
     best = min((seconds for label, seconds in steps.items() if not label.startswith("fused")), default=None)
     model = f"{run.about['model']['name']}, {run.about['layers']} layers"
     row = [model, *per_layer, _times(best, steps.get("fused"))]
-    return [_table([f"us per layer, {pes_text(run.pes)}", *steps, "x best unfused, whole step"], [row])]
+    return [_table([f"us per layer, {pes_text(run.pes)}", *steps, f"{_SPEEDUP}, whole step"], [row])]
 
 
 def _train_tables(run: Run) -> list[str]:
@@ -396,7 +405,7 @@ def _runs_block(folder: Path, subject: str) -> str:
 
 
 def _operators_block(folder: Path) -> str:
-    """Return one row per operator: a figure against the best peer and against the limit."""
+    """Return one row per operator: a figure against the best baseline and against the limit."""
     runs = read_runs()
     rows = []
     for name, does, subject, case, is_alone in (
@@ -411,7 +420,7 @@ def _operators_block(folder: Path) -> str:
         found = [run for run in newest_runs(runs, subject) if (run.pes == 1) == is_alone]
         figures = [figure for run in found for figure in [_headline(run, name, case)] if figure]
         rows += [[f"`po.{name}`", does, f"`{case}`", *figure] for figure in figures[:1]]
-    head = ["", "in one kernel", "case", "us", "best peer, us", "x best peer", "x limit", "GPUs, date", "command"]
+    head = ["", "in one kernel", "case", "us", "best baseline, us", _SPEEDUP, _OVER_LIMIT, "GPUs, date", "command"]
     return _table(head, rows)
 
 
@@ -424,16 +433,16 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
         and line.get("group", "cases") == "cases"
     ]
     by_method = {line["method"]: line for line in lines}
-    ours, peers = {
+    ours, baselines = {
         "embedding_all_to_all": (("fused",), embedding.methods.UNFUSED),
         "gemv_all_reduce": (("fused",), gemv.methods.UNFUSED),
         "gemv": (("gemv_alone",), ("cublas_alone",)),
-        "all_reduce": (("auto",), _PEERS_SUM),
-        "all_reduce_rms_norm": (("norm_auto",), tuple(f"norm_{name}" for name in _PEERS_SUM)),
+        "all_reduce": (("auto",), _BASELINES_SUM),
+        "all_reduce_rms_norm": (("norm_auto",), tuple(f"norm_{name}" for name in _BASELINES_SUM)),
         "sparse_all_reduce": (_OURS_SPARSE, sparse.methods.PEERS),
         _MODULE: (("fused",), dlrm_embedding.PEERS["fused"]),
     }[name]
-    own, best = _fastest(by_method, ours), _fastest(by_method, peers)
+    own, best = _fastest(by_method, ours), _fastest(by_method, baselines)
     if own is None or best is None:
         return None
     limit = next(line["limit_us"] for line in [*lines, *select(run.lines, "case", case=case)] if "limit_us" in line)
