@@ -97,18 +97,12 @@ class Tuning(BoundedTuning):
 OPERATOR = Operator(
     _NAME,
     (
-        "rows",
-        "width",
-        Field.dtype("dtype", list(SCALARS)),
-        Field(
-            "algorithm", ALGORITHMS.index, lambda word: ALGORITHMS[word] if 0 <= word < len(ALGORITHMS) else str(word)
-        ),
+        Field("rows", argument="the number of rows of x"),
+        Field("width", argument="the number of elements of x (of a row in all_reduce_rms_norm)"),
+        Field.dtype("dtype", list(SCALARS), "the dtype of x"),
+        Field.choice("algorithm", ALGORITHMS),
         Field.flags("epilogue", ("bias", "residual", "norm")),
-        "work_groups",
-        "threads",
-        "warp_blocks",
-        "first_element",
-        "blocks_of_launch",
+        *map(Field.internal, ("work_groups", "threads", "warp_blocks", "first_element", "blocks_of_launch")),
     ),
     call="forward_pass",
     phases={

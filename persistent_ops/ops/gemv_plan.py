@@ -73,15 +73,15 @@ class Tuning(BoundedTuning):
 OPERATOR = Operator(
     _NAME,
     (
-        "rows",
-        "vectors",
-        Field.dtype("dtype", list(SCALARS)),
+        Field("rows", argument="the number of rows of weight"),
+        Field("vectors", argument="the number of vectors in x"),
+        Field.dtype("dtype", list(SCALARS), "the dtype of weight"),
         Field.dtype("wire_dtype", list(SCALARS)),
-        Field.flag("two_shot"),
-        Field.flag("bias"),
-        Field.flag("residual"),
-        "work_groups",
-        "first_row",
+        Field.flag("algorithm", texts=("one_shot", "two_shot")),
+        Field.flag("bias", texts=("None", "a tensor")),
+        Field.flag("residual", texts=("None", "a tensor")),
+        Field.internal("work_groups"),
+        Field.internal("first_row"),
     ),
     phases={
         "kPhasePartial": "its partial sums of the rows in tile {index}",

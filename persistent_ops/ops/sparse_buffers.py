@@ -25,7 +25,11 @@ CompletionFn = Callable[[torch.Tensor, torch.Tensor, Any], None]
 AllocFn = Callable[[int, torch.dtype, tuple[int, ...], torch.dtype, Any], tuple[torch.Tensor, torch.Tensor]]
 _ENTRIES = Operator(
     "sparse_all_reduce_buffers without coalescing",
-    ("rows", Field.numbers("row_shape"), Field.dtype("dtype", list(SCALARS))),
+    (
+        Field("rows", argument="num_rows"),
+        Field.numbers("row_shape", "the shape of a row of values"),
+        Field.dtype("dtype", list(SCALARS), "the dtype of values"),
+    ),
     has_kernel=False,
 )
 

@@ -151,8 +151,8 @@ class Changes:
         if not refused:
             return ""
         return (
-            f"What launches since the last po.check() change ({', '.join(names)}) may be half changed, and is refused "
-            f"behind that, too, until it is loaded: {'; or '.join(ways)}."
+            f"Launches since the last po.check() may have left {', '.join(names)} half updated; they are refused until "
+            f"they are loaded: {'; or '.join(ways)}."
         )
 
     def give_up(self) -> None:

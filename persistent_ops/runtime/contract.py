@@ -8,8 +8,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field as with_default
-from typing import Any
+from dataclasses import dataclass, field as with_default, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,9 +17,9 @@ from .changes import OnAbort
 from .compile.description import COMM, Description, describe as describe_header, description_of
 from .team import Team
 
-__all__ = ["Contract", "Field", "LaunchKind", "describe", "differences", "kind_of", "team_of"]
+__all__ = ["Contract", "Difference", "Field", "LaunchKind", "describe", "difference", "kind_of", "team_of"]
 
-_CREDIT = "credit to write its output (has it launched the operator?)"
+_CREDIT = "its credit, with which a launch begins"
 
 
 def _number(value: Any) -> int:
@@ -31,39 +31,53 @@ class Field:
     """One field of a contract.
 
     Attributes:
-        name: as an error names it.
+        name: short, as an error lists the fields of a call.
         encode: makes the word that travels of a value.
-        show: makes text of that word; None if the word is a hash.
+        show: makes text of that word; None where a word is a hash, which has no text.
+        argument: in the caller's words, as "... is 1 on PE 0, 2 on PE 1" begins; "": the name.
+        is_internal: whether no caller knows it; an error names it only where nothing else differs.
     """
 
     name: str
     encode: Callable[[Any], int] = _number
     show: Callable[[int], str] | None = str
+    argument: str = ""
+    is_internal: bool = False
 
     @classmethod
-    def flag(cls, name: str) -> Field:
-        """Return a field for a bool."""
-        return cls(name, int, lambda word: str(bool(word)))
+    def internal(cls, name: str) -> Field:
+        """Return a field for a number that no caller knows."""
+        return cls(name, is_internal=True)
+
+    @classmethod
+    def flag(cls, name: str, argument: str = "", texts: tuple[str, str] = ("False", "True")) -> Field:
+        """Return a field for a bool; `texts`: of its values."""
+        return cls(name, int, lambda word: texts[bool(word)], argument)
 
     @classmethod
     def flags(cls, name: str, of: Sequence[str]) -> Field:
         """Return a field for a bool of each name, in one word."""
 
         def show(word: int) -> str:
-            return "(" + ", ".join(f"{each}={bool(word >> bit & 1)}" for bit, each in enumerate(of)) + ")"
+            return "+".join(each for bit, each in enumerate(of) if word >> bit & 1) or "none"
 
         return cls(name, lambda values: sum(bool(value) << bit for bit, value in enumerate(values)), show)
 
     @classmethod
-    def dtype(cls, name: str, dtypes: Sequence[torch.dtype]) -> Field:
-        """Return a field for one of some dtypes, in an order that is the same on all PEs."""
-        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-        return cls(name, list(dtypes).index, lambda word: names[word] if 0 <= word < len(names) else f"dtype {word}")
+    def choice(cls, name: str, choices: Sequence[str]) -> Field:
+        """Return a field for one of some strings, in an order that is the same on all PEs."""
+        return cls(name, list(choices).index, lambda word: choices[word] if 0 <= word < len(choices) else str(word))
 
     @classmethod
-    def numbers(cls, name: str) -> Field:
+    def dtype(cls, name: str, dtypes: Sequence[torch.dtype], argument: str = "") -> Field:
+        """Return a field for one of some dtypes, in an order that is the same on all PEs."""
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        return replace(cls.choice(name, names), encode=list(dtypes).index, argument=argument)
+
+    @classmethod
+    def numbers(cls, name: str, argument: str = "") -> Field:
         """Return a field for a list of numbers, which travels as a hash."""
-        return cls(name, _mixed, None)
+        return cls(name, _mixed, None, argument)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,11 +190,11 @@ def kind_of(word: int) -> LaunchKind | None:
 
 
 def describe(words: Sequence[int], own: Contract | None = None, show_call: Callable[[int], str] = str) -> str:
-    """Return a contract's words as text.
+    """Return a contract's words as a call: its operator, and what a caller knows of its arguments.
 
     Args:
         words: they.
-        own: a contract of this PE; lists that are the same in both are not repeated.
+        own: a contract of this PE, which has the lists that are the same in both.
         show_call: makes text of the number of a call.
     """
     if not words[0]:
@@ -188,39 +202,58 @@ def describe(words: Sequence[int], own: Contract | None = None, show_call: Calla
     kind = kind_of(words[0])
     if kind is None:
         return f"an unknown operator (id {words[0]})"
-    told = [f"{field.name}={text}" for field, text in _texts(kind, words, own)]
+    texts = list(zip(_fields_of(kind), _texts(kind, words, own), strict=True))[1:]  # without the team
+    told = [f"{field.name}={text}" for field, text in texts if text and not field.is_internal]
     if words[-1]:
         told.append(f"{kind.call}={show_call(words[-1])}")
-    return f"{kind.name}({', '.join(told)})"
+    return f"{kind.name}({', '.join(told)})" if told or kind.has_kernel else kind.name
 
 
-def differences(
+class Difference(NamedTuple):
+    """In what two contracts of one operator differ, with both values; "" each where they do not.
+
+    Attributes:
+        arguments: in the caller's words.
+        call: the number of the call that they belong to.
+        internals: what no caller knows.
+    """
+
+    arguments: str
+    call: str
+    internals: str
+
+
+def difference(
     mine: Sequence[int],
     own: Contract | None,
     theirs: Sequence[int],
     me: int,
     peer: int,
     show_call: Callable[[int], str] = str,
-) -> str:
-    """Return in which fields two contracts of one operator differ, with both values; "" for different operators."""
+) -> Difference | None:
+    """Return in what two contracts of one operator differ; None for different operators."""
     kind = kind_of(mine[0])
     if kind is None or kind is not kind_of(theirs[0]):
-        return ""
-    told = []
-    for i, (field, text) in enumerate(_texts(kind, mine, own), start=1):
+        return None
+    arguments: list[str] = []
+    internals: list[str] = []
+    for i, (field, text) in enumerate(zip(_fields_of(kind), _texts(kind, mine, own), strict=True), start=1):
         if mine[i] != theirs[i]:
             other = "another list" if field.show is None else field.show(theirs[i])
-            told.append(f"{field.name} is {text} on PE {me}, {other} on PE {peer}")
+            told = f"{field.argument or field.name} is {text or 'a list'} on PE {me}, {other} on PE {peer}"
+            (internals if field.is_internal else arguments).append(told)
+    call = ""
     if mine[-1] != theirs[-1]:
-        told.append(f"{kind.call} is {show_call(mine[-1])} on PE {me}, {show_call(theirs[-1])} on PE {peer}")
-    return "; ".join(told)
+        call = f"{kind.call} is {show_call(mine[-1])} on PE {me}, {show_call(theirs[-1])} on PE {peer}"
+    return Difference("; ".join(arguments), call, "; ".join(internals))
 
 
 def _fields_of(kind: LaunchKind) -> tuple[Field, ...]:
     return (_TEAM, *(Field(each) if isinstance(each, str) else each for each in kind.fields))
 
 
-def _texts(kind: LaunchKind, words: Sequence[int], own: Contract | None) -> list[tuple[Field, str]]:
+def _texts(kind: LaunchKind, words: Sequence[int], own: Contract | None) -> list[str]:
+    """Return the text of each field; "" for a list that this PE does not know."""
     values = (own.team, *own.values) if own is not None and own.kind is kind else None
     texts = []
     for i, field in enumerate(_fields_of(kind)):
@@ -229,8 +262,8 @@ def _texts(kind: LaunchKind, words: Sequence[int], own: Contract | None) -> list
         elif values is not None and field.encode(values[i]) == words[i + 1]:
             text = str(list(values[i]))
         else:
-            text = f"a list (hash {words[i + 1] & 0xFFFFFF:06x})"
-        texts.append((field, text))
+            text = ""
+        texts.append(text)
     return texts
 
 

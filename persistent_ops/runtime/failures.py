@@ -10,7 +10,7 @@ from .backend import Backend
 from .call_numbers import CallNumbers
 from .changes import Changes
 from .compile.description import COMM, describe
-from .contract import Contract, LaunchKind, describe as describe_contract, differences, kind_of
+from .contract import Contract, LaunchKind, describe as describe_contract, difference, kind_of
 from .credits import Credits, OtherCall
 from .errors import ContractMismatchError, PeerLostError, PeerTimeoutError, PersistentOpsError
 
@@ -67,28 +67,25 @@ class Failures:
         assert operator is not None
         remedy = self._remedy(operator)
         if kind == "contract":
-            return ContractMismatchError(
-                f"PE {me} and PE {error.peer} launched operators that do not match (epoch {error.epoch})"
-                f"{self._describe_contracts()}. {remedy}"
-            )
+            return ContractMismatchError(f"{self._mismatch(error.other_side, tuple(error.peer_contract))} {remedy}")
         if kind == "reported":
             return self._describe_report(remedy, other_call)
         launch = self._launch_of(operator)
         if kind == "lost" and error.peer == me:
             if other_call is not None:
                 return self._describe_other_call(other_call, remedy)
-            return PeerLostError(f"PE {me} was interrupted while it waited in {launch} (epoch {error.epoch}). {remedy}")
+            return PeerLostError(f"PE {me} was interrupted while it waited in {launch}. {remedy}")
         what = operator.waited_for(error.phase, error.index)
         waited = (
-            f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what}; expected epoch "
-            f"{error.epoch}, saw {error.seen >> self._epoch_shift}"
+            f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what} (expected epoch "
+            f"{error.epoch}, saw {error.seen >> self._epoch_shift})"
         )
         if kind == "lost":
-            left = "" if operator.changes else " The output of this PE is poisoned with NaN."
+            left = "" if operator.changes else " The output is NaN."
             at_risk = self._changes.at_risk()
             return PeerLostError(
-                f"{waited}; PE {error.peer} has ended, or has left (po.finalize(), or a "
-                f"po.recover() that failed): look at its output.{left}{at_risk and ' '}{at_risk}"
+                f"{waited}. PE {error.peer} has ended, or has left by po.finalize() or a failed po.recover(): look at "
+                f"its output.{left}{at_risk and ' '}{at_risk}"
             )
         if any(error.peer_contract):
             return PeerTimeoutError(f"{waited}. {remedy}")
@@ -114,23 +111,36 @@ class Failures:
 
     def _remedy(self, operator: LaunchKind) -> str:
         """Say what a launch of an operator that was given up leaves, and what to do about it."""
-        poisoned = "" if operator.changes else "The output is poisoned with NaN. "
+        recovery = "all PEs must call po.recover() before the next call."
         at_risk = self._changes.at_risk()
-        recovery = "po.recover(), called by every PE, makes the world usable again."
-        return f"{poisoned}{recovery}{at_risk and ' '}{at_risk}"
+        left = f"{recovery[0].upper()}{recovery[1:]}" if operator.changes else f"The output is NaN; {recovery}"
+        return f"{left}{at_risk and ' '}{at_risk}"
 
-    def _describe_contracts(self, *, is_hearsay: bool = False) -> str:
-        """Tell both sides of a mismatch: what differs, then all of both."""
-        error, me = self.record, self._rank
+    def _mismatch(self, side: int, theirs: tuple[int, ...], finder: str = "") -> str:
+        """Return what differs between this PE's call and that of a side, in the caller's words.
+
+        Args:
+            side: the PE.
+            theirs: its contract.
+            finder: a sentence on who has found it, where that is another PE.
+        """
+        error, me, show = self.record, self._rank, self._calls.show
         mine = tuple(error.own_contract)
-        side, theirs = self._side_to_tell() if is_hearsay else (error.other_side, tuple(error.peer_contract))
-        peer = f"PE {side}" + (f", as far as PE {me} was told" if is_hearsay else "")
         own = self._known(mine)
-        show = self._calls.show
-        differing = differences(mine, own, theirs, me, side, show)
-        head = f": {differing}" if differing else ""
-        sides = [describe_contract(words, own, show) for words in (mine, theirs)]
-        return f"{head}. PE {me}: {sides[0]}; {peer}: {sides[1]}"
+        pes, order = f"PE {me} and PE {side}", "Make the same calls in the same order on all PEs."
+        kind = kind_of(mine[0])
+        assert kind is not None
+        found = difference(mine, own, theirs, me, side, show)
+        if found is None:
+            calls = [describe_contract(words, own, show) for words in (mine, theirs)]
+            return f"{pes} made different calls: {calls[0]} on PE {me}, {calls[1]} on PE {side}.{finder} {order}"
+        if found.arguments:
+            told = f"{pes} called {kind.title} with different arguments: {found.arguments}.{finder}"
+            return f"{told} Pass the same on all PEs, in the same order of calls."
+        if found.call:
+            return f"{pes} launched {kind.title} for different calls: {found.call}.{finder} {order}"
+        told = f"{pes} launched {kind.title} from different plans in epoch {error.epoch}: {found.internals}.{finder}"
+        return f"{told} Set the same tuning, and replay the same CUDA graphs in the same order, on all PEs."
 
     def _known(self, words: tuple[int, ...]) -> Contract | None:
         """Return the contract of a plan of this PE's, which has no number of a call; a launch may have set one."""
@@ -154,13 +164,14 @@ class Failures:
         blamed = f"PE {error.peer}" + (" (this PE)" if error.peer == me else "")
         operator = kind_of(error.own_contract[0])
         assert operator is not None
-        left = f"so PE {me} left its launch of {self._launch_of(operator)} too (epoch {error.epoch})"
+        left = f"so PE {me} left its launch of {self._launch_of(operator)} too"
         reason = self._kinds[error.seen >> self._blame_shift & 3]
         if reason == "contract":
-            told = self._describe_contracts(is_hearsay=True)
-            return ContractMismatchError(
-                f"PE {error.index} and {blamed} launched operators that do not match, {left}{told}. {remedy}"
-            )
+            finder = f" PE {error.index} found a mismatch with {blamed}, {left}."
+            side, theirs = self._side_to_tell()
+            if any(theirs) and theirs != tuple(error.own_contract):
+                return ContractMismatchError(f"{self._mismatch(side, theirs, finder)} {remedy}")
+            return ContractMismatchError(f"{finder[1:]} The error on PE {error.index} says what differs. {remedy}")
         if reason == "lost" and other_call is not None:  # which the other PE has found first
             return self._describe_other_call(other_call, remedy)
         if reason == "lost":
@@ -177,5 +188,5 @@ class Failures:
         mine, theirs = (describe_contract(words, self._known(words), show) for words in (other.mine, other.theirs))
         return ContractMismatchError(
             f"PE {me} and PE {peer} wait for each other in different calls: PE {me} in {mine}, PE {peer} in {theirs}. "
-            f"All PEs must make the same calls in the same order. {remedy}"
+            f"Make the same calls in the same order on all PEs. {remedy}"
         )

@@ -62,7 +62,7 @@ class Operator(LaunchKind):
         default_tuning: choices that change speed and nothing else, a frozen dataclass; None where it has none.
     """
 
-    reloading: str = "load it anew, and say so"
+    reloading: str = "load it again, and report that"
     max_plans: int = 1024
     default_tuning: Any = None
 

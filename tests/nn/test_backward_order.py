@@ -153,7 +153,9 @@ def test_first_backward_passes_in_another_order(backend: str, kind: str) -> None
 
 def _told(text: str) -> tuple[str, str]:
     """Return what a mismatch that is in nothing else tells of both PEs' passes."""
-    found = re.search(r": forward_pass is ([^(]+ \(.*?\)) on PE \d, ([^(]+ \(.*?\)) on PE \d\. PE ", text)
+    found = re.search(
+        r" for different calls: forward_pass is ([^(]+ \(.*?\)) on PE \d, ([^(]+ \(.*?\)) on PE \d\. ", text
+    )
     assert found, text
     return found[1], found[2]
 

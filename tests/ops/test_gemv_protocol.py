@@ -143,21 +143,23 @@ def _with_residual() -> torch.Tensor:
 
 
 class TestFaults(ProtocolSuite):
-    operator = "gemv_all_reduce(world_size=3, "
+    operator = "gemv_all_reduce"
     ways = ALGORITHMS
     heap_bytes = 32 * MB
     absences = (("one_shot", "auto"), ("two_shot", "auto"), ("two_shot", "staged"))
     mismatches: ClassVar = {
-        "rows": _other(Case("other rows", 40, lambda rank: 16, 2), "rows=40", "rows=32"),
-        "rows of the same tiles": _other(Case("rows of tiles", 31, lambda rank: 16, 2), "rows=31", "rows=32"),
-        "vectors": _other(Case("other N", 32, lambda rank: 16, 3), "vectors=3", "vectors=2"),
-        "no dimension of vectors": _other(Case("N gone", 32, lambda rank: 16), "vectors=1", "vectors=2"),
-        "rows and vectors exchanged": _other(Case("MN", 16, lambda rank: 16, 4), "rows=16", "vectors=4"),
-        "dtype": _other(Case("other dtype", 32, lambda rank: 16, 2, torch.float16), "dtype="),
-        "wire_dtype": _other(Case("comm", 32, lambda rank: 16, 2, wire_dtype="own"), "wire_dtype="),
-        "algorithm": _other(_OTHER, "two_shot=True", "two_shot=False", algorithm="two_shot"),
-        "no bias": _other(_OTHER, "bias=False", "bias=True", bias=None),
-        "a residual": Mismatch(_with_residual, ["residual=True", "residual=False"]),
+        "rows": _other(Case("other rows", 40, lambda rank: 16, 2), "rows of weight", "40 on PE 1"),
+        "rows of the same tiles": _other(Case("rows of tiles", 31, lambda rank: 16, 2), "rows of weight", "31 on PE 1"),
+        "vectors": _other(Case("other N", 32, lambda rank: 16, 3), "vectors in x", "3 on PE 1"),
+        "no dimension of vectors": _other(Case("N gone", 32, lambda rank: 16), "vectors in x", "1 on PE 1"),
+        "rows and vectors exchanged": _other(Case("MN", 16, lambda rank: 16, 4), "16 on PE 1", "4 on PE 1"),
+        "dtype": _other(
+            Case("other dtype", 32, lambda rank: 16, 2, torch.float16), "dtype of weight", "float16 on PE 1"
+        ),
+        "wire_dtype": _other(Case("comm", 32, lambda rank: 16, 2, wire_dtype="own"), "wire_dtype is "),
+        "algorithm": _other(_OTHER, "algorithm is ", "two_shot on PE 1", algorithm="two_shot"),
+        "no bias": _other(_OTHER, "bias is ", "None on PE 1", bias=None),
+        "a residual": Mismatch(_with_residual, ["residual is ", "a tensor on PE 1"]),
         "barrier": Mismatch(po.barrier, ["barrier"]),
         "embedding_all_to_all": Mismatch(lambda: _exchange(1), ["embedding_all_to_all"]),
     }

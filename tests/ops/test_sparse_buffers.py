@@ -269,7 +269,7 @@ def _different_num_rows() -> tuple[str, str]:
 
 def test_rows_that_differ_without_coalescing(backend: str) -> None:
     for name, text in in_world(_different_num_rows, 2, backend):
-        assert name == "ContractMismatchError" and "rows is" in text, (name, text)
+        assert name == "ContractMismatchError" and "num_rows is" in text, (name, text)
 
 
 def _callback_problems() -> dict[str, Any]:

@@ -291,13 +291,13 @@ class ProtocolSuite:
         assert all(all(right) for right, _ in results)
         assert [[pe.pe for pe in pes] for _, pes in results] == [[0, 1, 2], [1], [2]], "PE 0 has all"
         pes = results[0][1]
-        problems = problems_of_timeline(pes, self.operator.partition("(")[0])
+        problems = problems_of_timeline(pes, self.operator)
         assert not problems, problems[:5]
         assert all(pe.dropped == 0 for pe in pes)
         problems = problems_of_file(tmp_path / "timeline.json", pes)
         assert not problems, problems[:5]
         for summary in Timeline(pes).summary():
-            if summary.operator == self.operator.partition("(")[0]:
+            if summary.operator == self.operator:
                 assert summary.launches >= 3 * len(self.ways) and 0 <= summary.waiting <= 1
                 assert summary.skew_us is not None and summary.skew_us > 20e3, "one PE is late"
                 longest = next((peer for peer, *_ in summary.waits if peer != summary.pe), None)  # but for its own WGs
@@ -308,7 +308,7 @@ class ProtocolSuite:
         results = run_pes(self._traced_to_an_abort, 3, backend, way, tmp_path, timeout=200)
         assert all(all(seen) for seen, _ in results), results
         pes = results[0][1]
-        problems = problems_of_timeline(pes, self.operator.partition("(")[0])
+        problems = problems_of_timeline(pes, self.operator)
         assert not problems, problems[:5]
         for pe in pes[1:]:
             longest = max((span for launch in pe.launches for span in launch.spans), key=lambda s: s.end - s.begin)
@@ -328,7 +328,7 @@ class ProtocolSuite:
                 assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
                 assert self.operator in text, where
                 assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
-                if "nothing yet" not in text:  # a PE that was only told of it may not have been told by what
+                if "says what differs" not in text:  # a PE that was only told of it may not have been told by what
                     assert all(each in text for each in self.mismatches[kind].told), where
 
     def test_the_first_call_meets_something_else(self, backend: str) -> None:

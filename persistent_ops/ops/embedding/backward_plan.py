@@ -61,27 +61,23 @@ class Tuning(BoundedTuning):
 OPERATOR = Operator(
     NAME,
     (
-        "batch",
-        Field.dtype("dtype", list(SCALARS)),
+        Field("batch", argument="the number of samples of all PEs"),
+        Field.dtype("dtype", list(SCALARS), "the dtype of weights"),
         Field.dtype("wire_dtype", list(SCALARS)),
-        Field(
-            "optimizer",
-            list(STEPS).index,
-            lambda word: list(STEPS)[word] if 0 <= word < len(STEPS) else str(word),
-        ),
+        Field.choice("optimizer", list(STEPS)),
         Field.numbers("batch_per_rank"),
         Field.numbers("dim_per_rank"),
-        Field.numbers("widths"),
+        Field.numbers("widths", "the columns of each PE's tables"),
         Field.numbers("columns"),
-        "staging_offset",
+        Field.internal("staging_offset"),
     ),
     phases={"kPhaseGradients": "its gradients of table {index}"},
     call="forward_pass",
     known_as="the backward pass of embedding_all_to_all",
     changes={"tables": OnAbort.REFUSE, "states": OnAbort.REFUSE},
     reloading=(
-        "load it anew, tables and states from a checkpoint, and say so by EmbeddingOptimizer.loaded(step_count); a "
-        "ShardedEmbeddingBagCollection's load_state_dict and its optimizer's do both"
+        "load tables and states from a checkpoint, then call EmbeddingOptimizer.loaded(step_count); load_state_dict of "
+        "a ShardedEmbeddingBagCollection and of its optimizer does both"
     ),
     max_plans=256,
     default_tuning=Tuning(),

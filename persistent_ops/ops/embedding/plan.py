@@ -87,12 +87,12 @@ class Tuning(BoundedTuning):
 OPERATOR = Operator(
     "embedding_all_to_all",
     (
-        "batch",
-        "output_row_bytes",
-        Field.dtype("dtype", list(SCALARS)),
+        Field("batch", argument="the number of samples of all PEs"),
+        Field.internal("output_row_bytes"),
+        Field.dtype("dtype", list(SCALARS), "the dtype of weights"),
         Field.dtype("wire_dtype", list(SCALARS)),
-        "work_groups",
-        "slice_samples",
+        Field.internal("work_groups"),
+        Field.internal("slice_samples"),
         Field.numbers("batch_per_rank"),
         Field.numbers("dim_per_rank"),
         Field.numbers("columns"),

@@ -43,7 +43,11 @@ class Tuning(BoundedTuning):
 
 OPERATOR = Operator(
     _NAME,
-    ("number", Field.numbers("capacity"), "staging_offset"),
+    (
+        Field("number", argument="the EmbeddingInputs object, in the order they were made,"),
+        Field.numbers("capacity", "capacity (or lookups_per_sample)"),
+        Field.internal("staging_offset"),
+    ),
     phases={"kPhaseReturns": "the gradients of its lookups' weights"},
     max_plans=64,
     default_tuning=Tuning(),

@@ -161,7 +161,7 @@ def test_a_pe_that_stops(backend: str, phase: str, folder: Path) -> None:
     assert any("its gradients of table" in text for text in told) is (phase == "push"), told
     for of_pe in seen:
         name, text = of_pe["refused"]
-        assert name == "PersistentOpsError" and "load it anew" in text
+        assert name == "PersistentOpsError" and "load tables and states" in text
         assert of_pe["goes_on"]
     changed = {rank: seen[rank]["changed"] for rank in (0, 2)}
     if phase == "credit":  # nobody's rows change before all credits are in

@@ -40,7 +40,11 @@ class Tuning(BoundedTuning):
 
 OPERATOR = Operator(
     "all_gather_matmul",
-    (Field.numbers("shape"), Field.dtype("dtype", list(SCALARS)), "work_groups"),
+    (
+        Field.numbers("shape", "[M, K, N]"),
+        Field.dtype("dtype", list(SCALARS), "the dtype of a"),
+        Field.internal("work_groups"),
+    ),
     phases={"kPhasePiece": "the piece of its work-group {index}"},
     default_tuning=Tuning(),
 )
