@@ -112,7 +112,7 @@ OPERATOR = Operator(
     },
     default_tuning=Tuning(),
 )
-_ROOM = Operator("room for all_reduce's packets and slices", ("room_bytes",), has_kernel=False)
+_ROOM = Operator("setup of all_reduce", (Field.internal("room_bytes"),), has_kernel=False)
 
 
 class AllReduceKey(NamedTuple):

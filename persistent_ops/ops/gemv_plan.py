@@ -89,7 +89,7 @@ OPERATOR = Operator(
     },
     default_tuning=Tuning(),
 )
-_ROOM = Operator("room for gemv_all_reduce's packets", ("heap_bytes",), has_kernel=False)
+_ROOM = Operator("setup of gemv_all_reduce", (Field.internal("heap_bytes"),), has_kernel=False)
 
 
 class GemvKey(NamedTuple):

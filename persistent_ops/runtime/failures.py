@@ -75,23 +75,21 @@ class Failures:
             if other_call is not None:
                 return self._describe_other_call(other_call, remedy)
             return PeerLostError(f"PE {me} was interrupted while it waited in {launch}. {remedy}")
-        what = operator.waited_for(error.phase, error.index)
-        waited = (
-            f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {error.peer}: {what} (expected epoch "
-            f"{error.epoch}, saw {error.seen >> self._epoch_shift})"
-        )
+        peer = error.peer
+        has_begun = any(error.peer_contract)  # else no credit of this epoch has come, with which every launch begins
+        what = operator.waited_for(error.phase, error.index) if has_begun else f"PE {peer} has not called the operator"
+        waited = f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {peer}: {what}"
+        epochs = f" (expected epoch {error.epoch}, saw {error.seen >> self._epoch_shift})"
         if kind == "lost":
             left = "" if operator.changes else " The output is NaN."
             at_risk = self._changes.at_risk()
             return PeerLostError(
-                f"{waited}. PE {error.peer} has ended, or has left by po.finalize() or a failed po.recover(): look at "
-                f"its output.{left}{at_risk and ' '}{at_risk}"
+                f"{waited}{epochs}. PE {peer} has ended, or has left by po.finalize() or a failed po.recover(): look "
+                f"at its output.{left}{at_risk and ' '}{at_risk}"
             )
-        if any(error.peer_contract):
-            return PeerTimeoutError(f"{waited}. {remedy}")
-        # No credit of this epoch has come, and with that every launch begins.
-        cause = f"No launch of PE {error.peer} has begun for it: PE {error.peer} has not called the operator"
-        return PeerTimeoutError(f"{waited}. {cause}{self._lack_of_room(me)}. {remedy}")
+        room = "" if has_begun else self._lack_of_room(me)
+        advice = f"Find out what PE {peer} does, or pass a longer operator_timeout to po.init()."
+        return PeerTimeoutError(f"{waited}{room or epochs}. {advice} {remedy}")
 
     def _lack_of_room(self, waiting: int) -> str:
         """Say what else keeps a PE's launch from beginning; `waiting`: the PE that waits for it."""

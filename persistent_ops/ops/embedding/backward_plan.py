@@ -82,7 +82,7 @@ OPERATOR = Operator(
     max_plans=256,
     default_tuning=Tuning(),
 )
-_ROOM = Operator("room for gradients on their way", ("room_bytes",), has_kernel=False)
+_ROOM = Operator("setup of embedding_backward", (Field.internal("room_bytes"),), has_kernel=False)
 
 
 Widths = tuple[tuple[int, ...], ...]

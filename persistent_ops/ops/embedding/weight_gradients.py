@@ -52,7 +52,7 @@ OPERATOR = Operator(
     max_plans=64,
     default_tuning=Tuning(),
 )
-_ROOM = Operator("room for gradients of weights", ("room_bytes",), has_kernel=False)
+_ROOM = Operator("setup of embedding_weight_gradients", (Field.internal("room_bytes"),), has_kernel=False)
 
 
 class ReturnKey(NamedTuple):

@@ -194,10 +194,10 @@ class TestFaults(ProtocolSuite):
     first_call = "opening of a workspace"
     mismatches: ClassVar = {
         "batch": Mismatch(lambda: _mismatched(_FAULTS, [4, 5, 7]), ["batch_per_rank is"]),
-        "another one": Mismatch(lambda: _mismatched(_OTHER, [4, 5, 6]), ["number=1", "number=2"]),
+        "another one": Mismatch(lambda: _mismatched(_OTHER, [4, 5, 6]), ["the EmbeddingInputs object", "2 on PE 1"]),
         "meeting": Mismatch(
             lambda: po.runtime.world.current().meet(_meeting(), _made(_FAULTS).workspace),
-            ["room for more lookups(world_size=3, number=7)"],
+            ["room for more lookups(number=7)"],
         ),
     }
     deaths = (("stopped", "lengths"), ("killed", "offsets"))
