@@ -22,7 +22,7 @@ from ..runtime import world as _world
 from ..runtime.arguments import as_number
 from ..runtime.errors import CapacityError, to_raise
 from ..runtime.operator import Operator
-from ..runtime.torch_private import active_ddp_module, backward_pass
+from ..runtime.torch_private import backward_pass
 from ..runtime.uncompiled import uncompiled
 from .automatic_placement import layout_of
 from .clamped_gradients import clamp_gradient
@@ -30,7 +30,7 @@ from .column_runs import side_by_side
 from .embedding_bag_optimizer import EmbeddingBagOptimizer
 from .embedding_features import Features, KeyedEmbeddings, features_of
 from .embedding_tables import TableConfig, check_wire, lookup_estimates, table_configs, whole_number
-from .enclosing_ddp import EnclosingDdp
+from .enclosing_ddp import spare_under_ddp
 from .forward_passes import ForwardPasses, SentFeatures
 from .pooled_lookups import pool_copies
 from .replicated_tables import ReplicatedTables
@@ -143,8 +143,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     Parameters are called ``embedding_bags.<table>.weight`` as in an EmbeddingBagCollection; on a PE they have what it
     owns: `[R, D]` or `[0, D]`, or, in slices, `[slices here, R, D / slices]`. They require no gradient, so that other
-    optimizers leave them alone. DistributedDataParallel must do so too: `ignore_sharded_tables`. State dicts have
-    `TableShards` under these names; plain tensors `[R, D]` are loaded as well. They are not gathered by
+    optimizers leave them alone. DistributedDataParallel leaves those alone of which PEs have different parts. State
+    dicts have `TableShards` under these names; plain tensors `[R, D]` are loaded as well. They are not gathered by
     ``full_state_dict=True``: torch.distributed.checkpoint saves them from all PEs, and loads them into plain tensors.
 
     Kernels hold the tables' memory: rows are changed in it (``weight.copy_()``, ``load_state_dict``), and a parameter
@@ -215,7 +215,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self._inputs = self._make_inputs(bounds)
         self._make_parts(bounds, optimizer, options, max_norm, rounding, scale, seed)
         self._begin_passes()
-        self._ddp_params_and_buffers_to_ignore = self.table_names()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, and copied."""
@@ -293,7 +292,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Give every PE the rows of replicated tables that PE 0 has; collective where there are any.
 
         For rows that each PE has written on its own, such as ``torch.nn.init`` draws from its own generator: replicas
-        must begin alike. `ignore_sharded_tables` does it before DistributedDataParallel does so with the dense part.
+        must begin alike. `ignore_sharded_tables` does it, and so does DistributedDataParallel for tables that it is not
+        to ignore.
         """
         if self._replicas is None:
             return
@@ -386,7 +386,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def _make_tables(self, seed: int) -> None:
         self._tables = [self._make_table(number) for number in range(len(self.layout.configs))]
         self.embedding_bags = torch.nn.ModuleDict({table.name: table for table in self._tables})
-        self._enclosing_ddp = EnclosingDdp(
+        spare_under_ddp(
             table.weight for number, table in enumerate(self._tables) if not self.layout.is_replicated(number)
         )
         self.reset_parameters(seed)
@@ -570,8 +570,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """
         self._check_world()
         check_memory(self._tables)
-        if (ddp := active_ddp_module()) is not None:
-            self._enclosing_ddp.check(ddp)
         if backward_pass() < 0:
             self._kept.have_updated = False
         elif self._kept.have_updated:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ _OF_MODULE = (
 )  # of a saved group; not taken over as they are
 _FIXED = ("eps", "weight_decay", "weight_decay_mode", "betas")  # of a group: what kernels have from the beginning
 _OF_SLICES = "a state of 'rowwise_adagrad' is a mean over the columns of a slice"
+_RENAMED = (
+    "get_state_dict, get_optimizer_state_dict: they rename the states of an EmbeddingBagOptimizer, and nothing loads "
+    "these then. Pass them the other optimizers alone, and save module.optimizer.state_dict() beside their result"
+)
 _UNKNOWN = object()  # what no group can have
 
 _States = tuple[int, tuple[torch.Tensor, ...]]  # of a slice: its number, and its states
@@ -203,7 +208,12 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         Args:
             prefix: of the tables' names: "sparse." for those that a model has whose attribute `sparse` is the
                 collection, which are TorchRec's names under DistributedModelParallel.
+
+        Raises:
+            NotImplementedError: called by torch.distributed.checkpoint.state_dict, which would rename the states.
         """
+        if sys._getframe(1).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise NotImplementedError(_RENAMED)
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = self._state_dict(prefix)

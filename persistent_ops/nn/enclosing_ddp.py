@@ -1,41 +1,38 @@
-"""Check that a DistributedDataParallel around sharded tables ignores these tables."""
+"""Keeps DistributedDataParallel from broadcasting tables of which PEs have different parts."""
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Iterable
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["EnclosingDdp"]
+__all__ = ["spare_under_ddp"]
+
+_MARK = "_persistent_ops_is_sharded"  # attribute of a parameter
 
 
-class EnclosingDdp:
-    """Refuses forward passes within a DistributedDataParallel that may have written rank 0's rows over the others'.
+def spare_under_ddp(weights: Iterable[torch.nn.Parameter]) -> None:
+    """Let every DistributedDataParallel that is made around these parameters leave them alone.
 
     Args:
-        weights: the parameters of tables of which PEs have different parts.
+        weights: tables of which PEs have different parts.
     """
+    _watch_constructors()
+    for weight in weights:
+        setattr(weight, _MARK, True)
 
-    def __init__(self, weights: Iterable[torch.nn.Parameter]) -> None:
-        self._weights = list(weights)
-        self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-    def check(self, ddp: DistributedDataParallel) -> None:
-        """Look at the one whose forward pass this is a part of.
+@functools.cache
+def _watch_constructors() -> None:
+    register_module_module_registration_hook(_ignore_tables)
 
-        Raises:
-            RuntimeError: it has not ignored the tables.
-        """
-        if ddp in self._known or ddp.process_group.size() == 1:
-            return
-        ours = {id(weight) for weight in self._weights}
-        names = {name for name, parameter in ddp.module.named_parameters() if id(parameter) in ours}
-        if taken := sorted(names - set(ddp.parameters_to_ignore)):
-            raise RuntimeError(
-                f"{', '.join(taken)}: DistributedDataParallel was not told to ignore these tables, and writes rank 0's "
-                "part over the others'; call po.nn.ignore_sharded_tables(model) before it is made, with tables "
-                "that are drawn or loaded anew"
-            )
-        self._known.add(ddp)
+
+def _ignore_tables(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    """Extend the names that a DistributedDataParallel ignores, when it takes its module and before it broadcasts."""
+    if child is None or name != "module" or not isinstance(parent, DistributedDataParallel):
+        return
+    tables = {path for path, parameter in child.named_parameters() if hasattr(parameter, _MARK)}
+    parent.parameters_to_ignore.update(tables)

@@ -16,10 +16,10 @@ _COMPILED = "_orig_mod."  # torch.compile's name of the module that it has compi
 def ignore_sharded_tables(model: torch.nn.Module) -> None:
     """Let DistributedDataParallel leave the tables of all `ShardedEmbeddingBagCollection`s in a model alone.
 
-    Otherwise it would write rank 0's part over the others'. Of replicated tables every PE gets PE 0's rows, as it gets
-    PE 0's dense part from DistributedDataParallel (`sync_replicas`). Call it before ``DistributedDataParallel(model)``,
-    or ``DistributedDataParallel(torch.compile(model))``, on all PEs; where the collection itself is wrapped, it is not
-    needed.
+    DistributedDataParallel writes rank 0's parameters over the others' when it is made. It leaves alone, also without
+    this call, the tables of which PEs have different parts. With this call it leaves replicated tables alone, too: they
+    get PE 0's rows here (`sync_replicas`). Call it before ``DistributedDataParallel(model)``, or
+    ``DistributedDataParallel(torch.compile(model))``, on all PEs.
 
     Raises:
         NotImplementedError: the model is in DistributedModelParallel.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,11 @@ _MAPPED = {  # operators that apply to every block
 }
 
 
+_SAVED_IN_PART = (
+    "TableShards: what is pickled has this PE's part of the table alone, and torch.save on one PE loses those of the "
+    "others. Save with torch.distributed.checkpoint.save, called by all PEs. Or call torch.save on every PE, with a "
+    "file for each: these files load with the same placement on as many PEs."
+)
 _COPYING = {_aten.clone.default, _aten._to_copy.default}
 
 
@@ -119,8 +125,10 @@ class TableShards(torch.Tensor):
             self._check()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what is pickled: the blocks, which are checked, and no check."""
+        """Return what is pickled: the blocks, which are checked, and no check; warn where other PEs have more."""
         if self._check is None:
+            if sum(block.numel() for _, block in self._shards) < math.prod(self.shape):
+                warnings.warn(_SAVED_IN_PART, stacklevel=2)
             return super().__reduce_ex__(protocol)
         self.check_whole()
         plain = TableShards(self.shape, self._shards, dtype=self.dtype, device=self.device, remark=self._remark)

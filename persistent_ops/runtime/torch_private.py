@@ -24,7 +24,6 @@ from torch.autograd import Variable, forward_ad
 from torch.distributed import ProcessGroup
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -34,7 +33,6 @@ __all__ = [
     "STAND_INS",
     "TensorGuards",
     "abort_groups",
-    "active_ddp_module",
     "autograd_kernel",
     "autograd_node",
     "backend_of_group",
@@ -60,12 +58,6 @@ __all__ = [
     "without_functions",
     "wrapper_subclass",
 ]
-
-active_ddp_module: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module  # type: ignore[attr-defined]
-"""The DistributedDataParallel whose forward pass is under way, or None: it broadcasts what it is not told to ignore.
-
-A module does not learn that it became a part of another one, and no public name gives a forward pass's parent.
-"""
 
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
 """How many tensors share a storage, given its `_cdata`: the output pool uses a buffer again when none does.

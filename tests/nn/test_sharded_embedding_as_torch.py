@@ -69,34 +69,44 @@ def test_tables_and_layers_under_ddp(compiles: bool) -> None:
     assert torch.equal(one, other) and one.any()
 
 
-def _forgotten() -> list[Any]:
-    """Return what a model says whose tables DistributedDataParallel was not told to ignore."""
+class _Scored(torch.nn.Module):
+    """A model whose tables lie on one PE, on both in slices, and on each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        placement = {"a": TablePlacement("column_wise", 2), "b": "replicated"}
+        tables = [("a", 13, 8, ["x"]), ("b", 11, 8, ["y"]), ("c", 13, 8, ["z"])]
+        self.sparse = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=8, placement=placement, lr=0.5)
+        self.dense = torch.nn.Linear(24, 2)
+
+    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.sparse(values, lengths))  # type: ignore[no-any-return]
+
+
+def _not_told(compiles: bool) -> list[Any]:
+    """Wrap a model without `ignore_sharded_tables`; return its tables before and after, and a gradient."""
     with world_of("host", "gloo"):
-        placement = {"a": po.nn.TablePlacement("column_wise", 2)}  # equal shapes, or DistributedDataParallel raises
-        model: Any = torch.nn.Sequential(_Projected([("a", 13, 8, ["x"])], max_batch=8, placement=placement))
-        features = {"features": _lookups(po.rank(), 5)[0], "lengths": _lookups(po.rank(), 5)[1]}
-
-        class Whole(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.sparse = model[0]
-
-            def forward(self) -> torch.Tensor:
-                return self.sparse(**features)  # type: ignore[no-any-return]
-
-        whole = Whole()
-        name, text, _ = error_of(DistributedDataParallel(whole))
-        po.nn.ignore_sharded_tables(whole)
-        wrapped = DistributedDataParallel(whole)
-        results = [wrapped() for _ in range(2)]
-        same = torch.equal(*results)
-    return [name, text, same]
+        model = _Scored()
+        tables = {table.name: table.weight for table in model.sparse.embedding_bags.children()}
+        with torch.no_grad():
+            tables["b"].fill_(po.rank())
+        before = {name: weight.clone() for name, weight in tables.items()}
+        wrapped = DistributedDataParallel(torch.compile(model, backend="eager") if compiles else model)
+        after = {name: weight.clone() for name, weight in tables.items()}
+        wrapped(*_lookups(po.rank(), 5, 7)).sum().backward()
+        gradient = model.dense.weight.grad
+    return [before, after, gradient]
 
 
-def test_tables_that_ddp_was_not_told_to_ignore() -> None:
-    for name, text, same in in_processes(_forgotten, 2, timeout=200):
-        assert name == "RuntimeError" and text.startswith("sparse.embedding_bags.a.weight: "), text
-        assert "ignore_sharded_tables" in text and same
+@pytest.mark.parametrize("compiles", [False, True])
+def test_ddp_leaves_tables_alone_that_it_was_not_told_to_ignore(compiles: bool) -> None:
+    results = in_processes(_not_told, 2, compiles, timeout=200)
+    for before, after, gradient in results:
+        assert torch.equal(before["a"], after["a"]) and torch.equal(before["c"], after["c"])
+        assert not after["b"].any()  # replicas begin alike
+        assert torch.equal(gradient, results[0][2]) and gradient.any()
+    (before, *_), (other, *_) = results
+    assert not torch.equal(before["a"], other["a"]) and before["c"].shape != other["c"].shape
 
 
 def _moved() -> list[Any]:

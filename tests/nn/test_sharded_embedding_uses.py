@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kept_pes import in_processes
 from sharded_embedding_cases import PlainCollection
-from worlds import error_of, in_world
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from worlds import error_of, in_world, world_of
 
 import persistent_ops as po
 
@@ -90,6 +94,45 @@ def _saved_and_loaded() -> bool:
 
 def test_state_dicts_go_through_torch_save_and_load() -> None:
     assert in_world(_saved_and_loaded, 1, "host") == [True]
+
+
+def _saved_by_one_pe() -> list[str]:
+    """Return what saving a table says that has rows on another PE, too, and one that has all of them here."""
+    placement = {"a": po.nn.TablePlacement("column_wise", 2), "b": "replicated"}
+    tables = [("a", 13, 8, ["x"]), ("b", 13, 8, ["y"])]
+    ways: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda shards: shards, lambda shards: shards.cpu().clone()]
+    said = []
+    with world_of("host", has_group=False):
+        state = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=8, placement=placement).state_dict()
+        for way, name in itertools.product(ways, "ab"):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.save(way(state[f"embedding_bags.{name}.weight"]), io.BytesIO())
+            said.append(" ".join(str(each.message) for each in caught))
+    return said
+
+
+def test_saving_one_pes_part_warns() -> None:
+    for partial, whole, copied, copied_whole in in_processes(_saved_by_one_pe, 2, timeout=200):
+        assert copied == partial and copied_whole == whole == ""
+        assert "torch.save on one PE loses those of the others" in partial and "distributed.checkpoint.save" in partial
+
+
+def _through_get_state_dict() -> list[Any]:
+    with world_of("host", "gloo"):
+        model = torch.nn.Sequential(_module(optimizer="adagrad"), torch.nn.Linear(8, 1))
+        dense = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        both = [dense, model[0].optimizer]
+        errors = [error_of(lambda: get_state_dict(model, both)), error_of(lambda: get_state_dict(model[0], both[1]))]
+        tables, state = get_state_dict(model, dense)
+    return [[error[:2] for error in errors], sorted(tables), state["param_groups"][0]["params"]]
+
+
+def test_get_state_dict_refuses_the_tables_optimizer() -> None:
+    ((errors, tables, params),) = in_processes(_through_get_state_dict, 1, timeout=200)
+    for kind, text in errors:
+        assert kind == "NotImplementedError" and "save module.optimizer.state_dict() beside" in text
+    assert tables == ["0.embedding_bags.a.weight", "1.bias", "1.weight"] and params == ["1.weight", "1.bias"]
 
 
 def _copied() -> list[tuple[str, str]]:

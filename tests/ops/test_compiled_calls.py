@@ -210,6 +210,34 @@ def test_what_nothing_orders_is_refused(backend: str) -> None:
     assert "NotImplementedError: all_reduce: torch.compile may drop, merge or move this call" in text
 
 
+def _trained(backend: str, compiler: str | None) -> list[torch.Tensor]:
+    """Return this PE's table after steps whose forward passes are compiled, with an optimizer for the table."""
+    po.init(backend, operator_timeout=120.0, heap_size=32 << 20)
+    first = torch.arange(9.0 * SIZE).view(9, SIZE).to(po.device()) * (1 + po.rank()) / 100
+    table = first.clone()
+    optimizer = po.EmbeddingOptimizer([table], "adagrad", lr=0.5)
+
+    def loss(rows: torch.Tensor, bags: torch.Tensor) -> torch.Tensor:
+        pooled = po.embedding_all_to_all([table], rows % 8, bags, dim_per_rank=[SIZE, SIZE], optimizer=optimizer)
+        return (pooled * pooled).sum() * 2
+
+    step = torch.compile(loss, backend=compiler) if compiler else loss
+    for iteration in range(3):
+        given = _given(iteration)
+        step(given["rows"], given["bags"]).backward()
+    po.check()
+    result = [first.cpu(), table.cpu()]
+    po.finalize()
+    return result
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_call_with_an_optimizer_breaks_the_graph(backend: str, compiler: str) -> None:
+    plain, compiled = (in_processes(_trained, 2, backend, how, timeout=250) for how in (None, compiler))
+    for (first, wanted), (_, found) in zip(plain, compiled, strict=True):
+        assert torch.equal(found, wanted) and not torch.equal(wanted, first)
+
+
 def _from_one_cache(backend: str, folder: str) -> tuple[int, int]:
     """Return how many samples came and were to come, where a PE compiles after the one before it."""
     po.init(backend, operator_timeout=200.0, heap_size=64 << 20)

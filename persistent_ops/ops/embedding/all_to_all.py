@@ -15,6 +15,7 @@ from ...runtime.plans import Plans
 from ...runtime.team import Team
 from ...runtime.torch_library import TorchOperator
 from ...runtime.torch_private import num_dispatch_modes
+from ...runtime.uncompiled import uncompiled
 from .backward import EmbeddingOptimizer, record_update, refuse_half_updated
 from .checks import POOLINGS, SCHEDULES, check_tables_and_split, check_types
 from .gradients import record_sparse
@@ -88,8 +89,8 @@ def embedding_all_to_all(
             order; the same on every PE. Together they fill a row, so that a table's columns end where the next ones
             begin. Rows are written there, and gradients read. None: side by side in this very order.
         optimizer: of these tables: the backward pass through the result updates them (`EmbeddingOptimizer`), and gives
-            per_sample_weights their gradient where they require one. Ignored where gradients are not recorded. None:
-            tables that require a gradient get a sparse one, see below.
+            per_sample_weights their gradient where they require one; torch.compile breaks its graph around such a call.
+            Ignored where gradients are not recorded. None: tables that require a gradient get a sparse one, see below.
         requires_grad: without optimizer, whether the result requires a gradient though no table and no
             per_sample_weights of this PE do. All PEs take part in a backward pass, or none: one whose T is 0, or whose
             tables require no gradient, must say so here where others' do.
@@ -117,7 +118,7 @@ def embedding_all_to_all(
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else, or makes the
             backward passes of several calls in another order; the same.
         NotImplementedError: `out` where gradients are recorded; in a backward pass of what torch.compile or
-            torch.ops have called; with `Lookups`, inside of torch.compile.
+            torch.ops have called without `optimizer`; with `Lookups`, inside of torch.compile without `optimizer`.
         RuntimeError: `Lookups` that have been released, here or by the backward pass, or not been waited for; a
             backward pass without `optimizer` in a CUDA-graph capture.
 
@@ -149,7 +150,8 @@ def embedding_all_to_all(
     is_required = _require_gradients(weights, differentiated) if may_record else None
     choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
     if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
-        return _recorded(weights, indices, offsets, per_sample_weights, out, choices_of_call, optimizer)
+        record = _recorded if may_record or not torch.compiler.is_compiling() else _recorded_behind_a_break
+        return record(weights, indices, offsets, per_sample_weights, out, choices_of_call, optimizer)
     if optimizer is not None and not torch.compiler.is_compiling():
         refuse_half_updated(optimizer, _world.current())
     tables = () if is_required is False else weights  # whose gradients are asked for
@@ -196,6 +198,9 @@ def _recorded(
         launch = functools.partial(_launched_from, world, key, weights, arrived.sources)
     call = EmbeddingCall(world, key, weights, arrived)
     return record_sparse(call, launch, *given) if optimizer is None else record_update(optimizer, call, launch, *given)
+
+
+_recorded_behind_a_break = uncompiled(_recorded)
 
 
 def _unrecorded(

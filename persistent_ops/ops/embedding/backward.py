@@ -331,8 +331,8 @@ def record_update(
         is_known = all(identity(table) in optimizer._states for table in optimizer._tables)
         if found is not table_set(call.world, optimizer._tables) or not is_known:
             raise ValueError(
-                "weights: expected the optimizer's tables, in their order and where they lay when it was made; "
-                "make an optimizer for each list"
+                "weights: expected the tables that the optimizer was made of, in their order and in the same memory. "
+                "Pass these tables, or make another EmbeddingOptimizer, of the tables of this call"
             )
         optimizer._seen = found
     recording = Recording(
