@@ -230,14 +230,6 @@ def test_the_version_has_one_definition() -> None:
     assert not re.search(r"^version =", project, re.MULTILINE)
 
 
-def test_module_can_be_run() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "persistent_ops", "bench"], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert "persistent-ops bench embedding_all_to_all" in done.stdout
-
-
 def test_names_that_the_terminal_cannot_say_are_spelled_out(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "XDG_CACHE_HOME": str(tmp_path / "caché")}
     command = [sys.executable, "-m", "persistent_ops", "doctor"]

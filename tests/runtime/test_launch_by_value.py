@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from warm_python import Popen
 from worlds import python_path
 
 import persistent_ops as po
@@ -160,15 +161,11 @@ def test_what_a_fresh_process_does_not_find_is_named(tmp_path: Path) -> None:
         "    exec('def program(): pass')\n"
         "    po.launch(program, 1, timeout=100)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "script.py"],
-        env={**os.environ, "PYTHONPATH": str(Path(po.__file__).resolve().parents[1])},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 1
-    last = done.stderr.splitlines()[-1]
+    run_script = "import __main__; __main__.__file__ = 'script.py'; exec(open('script.py').read())"
+    environ = {**os.environ, "PYTHONPATH": str(Path(po.__file__).resolve().parents[1])}
+    command = [sys.executable, "-c", run_script]
+    with Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as program:
+        _, told = program.communicate(timeout=100)
+    assert program.returncode == 1
+    last = told.splitlines()[-1]
     assert "PersistentOpsError" in last and "'program'" in last and "cannot be found by a PE's process" in last

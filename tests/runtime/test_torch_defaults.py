@@ -142,7 +142,9 @@ def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("default_dtype", [torch.float64, torch.bfloat16], indirect=True, ids=str)
+@pytest.mark.parametrize(
+    "default_dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], indirect=True, ids=str
+)
 @pytest.mark.usefixtures("default_dtype")
 def test_results_under_another_default_dtype(usual: list[torch.Tensor]) -> None:
     _assert_same(po.launch(_results, 1, "host", None, threads=True, timeout=200)[0], usual)

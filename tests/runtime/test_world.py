@@ -122,6 +122,7 @@ def _grid(backend: str, folder: str) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_groups_side_by_side(backend: str, tmp_path: Path) -> None:
     def sums(first: int, second: int) -> list[list[float]]:
         return [[4.0 * i * (first + second + 2)] * 8 for i in range(6)]

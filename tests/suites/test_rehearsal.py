@@ -91,7 +91,9 @@ def _rehearsed(notes: Notes, backend: type[NotingBackend], operators: Sequence[s
     return _noted(notes)
 
 
-@pytest.mark.parametrize("operator", TRIALS)
+@pytest.mark.parametrize(
+    "operator", [pytest.param(name, marks=pytest.mark.slow if number else ()) for number, name in enumerate(TRIALS)]
+)
 def test_what_is_noted_is_what_is_loaded(operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without results, and with them, the tests ask for the same."""
     notes, heard = Notes(tmp_path / "notes"), Notes(tmp_path / "heard")
@@ -155,6 +157,7 @@ def test_a_note_is_read_when_it_is_whole(tmp_path: Path) -> None:
         assert found.result() == [noted]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_says_what_it_has_compiled_and_that_nothing_was_tested() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     options = ["--backend=rehearsal", "-p", "no:cacheprovider", "-k", "check_and_barrier"]
