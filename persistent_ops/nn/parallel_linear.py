@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "balanced_splits"]
 
-_GEMV_BYTES = 128 << 10  # of several vectors: with more, cuBLAS is faster (docs/what_was_tried.md)
+_GEMV_BYTES = 128 << 10  # of several vectors: with more, cuBLAS is faster (docs/lessons.md)
 _ALL_REDUCE_BYTES = 32 << 20  # of sums; beyond, NCCL is nearly as fast (two H200, docs/results.md)
 _WITH_AUTOCAST = ("cpu", "cuda")  # devices; torch.compile of torch 2.11 breaks the graph where torch is asked
 _log = logging.getLogger("persistent_ops")

@@ -25,7 +25,7 @@ _SUMMED_BYTES = {"cuda": 16 << 20, "host": 1 << 20}
 _ROUNDS, _CALLS = 10, 3
 _REPLICA_LAUNCHES = 5  # beside those of spread tables: lookup, sort, sums, their all-reduce, update
 _INDEX_BYTES = 4  # as lookups travel, for tables below 2^31 rows
-# What was measured beside the bytes of rows, as bytes of a copy (docs/what_was_tried.md, "embedding_all_to_all").
+# What was measured beside the bytes of rows, as bytes of a copy (docs/lessons.md, "embedding_all_to_all").
 _LOOKUP_BYTES = 64  # of a lookup that arrives, and that a row is read for
 _SORTED_BYTES = 192  # of one that is sorted by its row, and found there
 _ROW_BYTES = 32  # of a row or a state that is read or written somewhere: a sector

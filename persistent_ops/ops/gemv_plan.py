@@ -53,7 +53,7 @@ _ADDENDS = tuple(itertools.product((False, True), repeat=2))  # whether a call b
 
 @dataclass(frozen=True)
 class Tuning(BoundedTuning):
-    """Choices that change speed and nothing else; the defaults were measured on H200 (docs/what_was_tried.md).
+    """Choices that change speed and nothing else; the defaults were measured on H200 (docs/lessons.md).
 
     Attributes:
         warps: that multiply, per WG; see `team_factor` for when there are more. It decides the order of sums: all calls
@@ -140,7 +140,7 @@ def choose_algorithm(world: World, key: GemvKey) -> str:
 
 
 def choose_depth(bytes_per_wg: int, room_for_two: int) -> int:
-    """Return a ring's steps per warp, as measured on H200 (docs/what_was_tried.md).
+    """Return a ring's steps per warp, as measured on H200 (docs/lessons.md).
 
     With little to read, what counts is how soon the vectors come, which queue behind the weights of a deep ring. To a
     launch that begins early they come last anyway, and the more weights come before, the better.

@@ -54,7 +54,7 @@ def _copy(target: Path) -> None:
 
 def _add_operator(target: Path) -> None:
     """Add the new files, and a line to each module that lists the operators, where it belongs in their order."""
-    shutil.copytree(NEW, target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    shutil.copytree(NEW, target, ignore=shutil.ignore_patterns("__pycache__", "README.md"), dirs_exist_ok=True)
     for file, (head, line) in IMPORTS.items():
         lines = (target / file).read_text().splitlines(keepends=True)
         first = lines.index(f"{head}\n") + 1

@@ -65,7 +65,7 @@ def _bad_offset(record: Any) -> IndexError:
 
 @dataclass(frozen=True)
 class Tuning(BoundedTuning):
-    """Choices that change speed and nothing else; the defaults were measured on H200 (docs/what_was_tried.md).
+    """Choices that change speed and nothing else; the defaults were measured on H200 (docs/lessons.md).
 
     Attributes:
         threads: of a WG on the GPU; None for the most that the kernel's registers allow without spills.
