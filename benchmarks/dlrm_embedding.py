@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import harness.experiment
 import torch
 from embedding.backward_inputs import EPS, RATE
+from embedding.options import available, without_fbgemm
 from embedding_step.cases import CASES, Case, Sizes, sizes_of
 from embedding_step.lookups import NUM_SETS
 from embedding_step.report import draw_steps, tables
@@ -30,7 +31,7 @@ from harness.world import chosen_backend
 from persistent_ops.nn import TablePlacement
 from persistent_ops.nn.table_layout import Layout
 from persistent_ops.testing.exchanged_embedding import ExchangedEmbedding, own_slots
-from persistent_ops.testing.fbgemm_embedding import FbgemmEmbedding, fbgemm_version, fused_tables, why_no_fbgemm
+from persistent_ops.testing.fbgemm_embedding import FbgemmEmbedding, fbgemm_version, fused_tables
 from persistent_ops.testing.pes import agree, gather
 from persistent_ops.testing.row_update import RowUpdate
 
@@ -143,14 +144,9 @@ class DlrmEmbedding(Experiment[Case]):
     def set_up(self) -> None:
         options = self.options
         self._sizes: Sizes = sizes_of(self.backend, options.batch, options.max_rows)
-        self._methods = tuple(options.methods)
-        if any(name.startswith("fbgemm") for name in self._methods):
-            problem = agree(why_no_fbgemm())
-            if problem is not None:
-                self._methods = _without("fbgemm", self._methods)
-                self.write("left_out", what="FBGEMM", problem=problem)
-            else:
-                self.write("library", name="FBGEMM", version=fbgemm_version())
+        self._methods = available(self, options.methods)
+        if self._methods != without_fbgemm(self._methods):
+            self.write("library", name="FBGEMM", version=fbgemm_version())
         self._made: tuple[Case, StepTables] | None = None
         self._memory: Memory | None = None
 
@@ -228,23 +224,14 @@ class DlrmEmbedding(Experiment[Case]):
         for name, make in (("fbgemm", self._fbgemm), ("torch", self._torch)):
             if not any(method.startswith(name) for method in methods):
                 continue
-            embedding, problem = self._attempt(partial(make, case, step))
+            embedding, problem = self.attempt(partial(make, case, step))
             if problem is None:
                 peers[name] = embedding
             else:
-                methods = _without(name, methods)
+                methods = tuple(method for method in methods if not method.startswith(name))
                 self.write("left_out", what=f"{case.name}, {name}", problem=problem)
         is_beside = self.options.is_beside
         return StepTrial(self.world, case, self._sizes, methods, step, peers, self.ceilings, is_beside=is_beside)
-
-    def _attempt(self, make: Any) -> tuple[Any, str | None]:
-        """Return what is made, or why some PE has none; collective."""
-        made, problem = None, None
-        try:
-            made = make()
-        except Exception as error:  # another library's, of any version; or no memory
-            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        return made, agree(problem)
 
     def _fbgemm(self, case: Case, step: StepTables) -> FbgemmEmbedding:
         spread, _ = own_slots(step.layout, self.world.rank)
@@ -291,11 +278,6 @@ class DlrmEmbedding(Experiment[Case]):
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
         """Draw the shares of the bound that each method reaches."""
         draw_steps(lines, path)
-
-
-def _without(library: str, methods: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods that do not need a library."""
-    return tuple(name for name in methods if not name.startswith(library))
 
 
 def main(argv: list[str]) -> int:

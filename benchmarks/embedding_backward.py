@@ -25,7 +25,15 @@ from embedding.backward_peers import Exchange, Fbgemm, TorchUpdate
 from embedding.backward_report import draw_shares, tables
 from embedding.configs import Config
 from embedding.inputs import DISTRIBUTIONS, LookupSet, draw_lookups, num_sets
-from embedding.options import add_options, check_batches, distributions_of, sized, wires_of
+from embedding.options import (
+    add_options,
+    available,
+    check_batches,
+    distributions_of,
+    sized,
+    wires_of,
+    without_fbgemm,
+)
 from harness.ceilings import H200, Ceilings
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, LeftOut, Trial
@@ -34,7 +42,6 @@ from harness.tuning import tuned
 from harness.world import chosen_backend
 
 from persistent_ops.runtime.world import World
-from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
 from persistent_ops.testing.pes import agree, gather
 
 BACKWARD = ("fused", "fused_eager", "kernel", "kernel_alone", "unfused_torch", "fbgemm", "fbgemm_eager")
@@ -316,11 +323,6 @@ class Backward(Trial):
         return found
 
 
-def without_fbgemm(methods: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods that do not need FBGEMM."""
-    return tuple(name for name in methods if not name.startswith("fbgemm"))
-
-
 def _limit(ceilings: Ceilings, moved: Moved) -> tuple[float, str]:
     seconds, by = ceilings.limit_seconds(read_bytes=moved.read, updated_bytes=moved.updated, sent_bytes=moved.sent)
     return seconds * 1e6, by
@@ -383,12 +385,7 @@ class EmbeddingBackward(Experiment[Case]):
     def set_up(self) -> None:
         self._shapes = self.options.shapes(self.backend)
         self._training = Training(self._shapes, self.device, self.world.rank)
-        self._methods = tuple(self.options.methods)
-        if any(name.startswith("fbgemm") for name in self._methods):
-            problem = agree(why_no_fbgemm())
-            if problem is not None:
-                self._methods = without_fbgemm(self._methods)
-                self.write("left_out", what="FBGEMM", problem=problem)
+        self._methods = available(self, self.options.methods)
 
     def source(self) -> torch.Tensor:
         largest = max(self._shapes, key=lambda shape: shape.tables * shape.rows * shape.row_bytes)
@@ -430,20 +427,12 @@ class EmbeddingBackward(Experiment[Case]):
         # FBGEMM comes first: what it allocates for tables is given up before others need room for states.
         methods, fbgemm = self._methods, None
         if any(name.startswith("fbgemm") for name in methods):
-            fbgemm, problem = self._make_fbgemm(case, sets)
+            given = (config, case.optimizer, self._training.storage(config), sets)
+            fbgemm, problem = self.attempt(lambda: Fbgemm(*given, is_gpu=self.backend == "cuda"))
             if problem is not None:
                 methods, fbgemm = without_fbgemm(methods), None
                 self.write("left_out", what=f"{case.title}, FBGEMM", problem=problem)
         return Backward(world, case, methods, self._training, sets, fbgemm, self.ceilings)
-
-    def _make_fbgemm(self, case: Case, sets: list[LookupSet]) -> tuple[Fbgemm | None, str | None]:
-        """Return it, or why some PE has none; collective."""
-        made, problem, storage = None, None, self._training.storage(case.config)
-        try:
-            made = Fbgemm(case.config, case.optimizer, storage, sets, is_gpu=self.backend == "cuda")
-        except Exception as error:  # another library's, of any version
-            problem = f"{type(error).__name__}: {error}"
-        return made, agree(problem)
 
     # ---- what is shown -----------------------------------------------------------------------------------------------
 

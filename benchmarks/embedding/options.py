@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from harness.command import names
+from harness.experiment import Experiment
+
+from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
+from persistent_ops.testing.pes import agree
 
 from .configs import Config
 from .inputs import DISTRIBUTIONS
 
-__all__ = ["add_options", "check_batches", "distributions_of", "sized", "wires_of"]
+__all__ = ["add_options", "available", "check_batches", "distributions_of", "sized", "wires_of", "without_fbgemm"]
 
 _WIRES = ("fp32", "bf16")
 
@@ -64,3 +69,18 @@ def check_batches(configs: Iterable[Config], worlds: Sequence[int]) -> None:
                 raise ValueError(
                     f"--pes, --worlds: {config.name} has a batch of {config.batch}, which {size} does not divide"
                 )
+
+
+def without_fbgemm(methods: Sequence[str]) -> tuple[str, ...]:
+    """Return the methods that do not need FBGEMM."""
+    return tuple(name for name in methods if not name.startswith("fbgemm"))
+
+
+def available(experiment: Experiment[Any], methods: Sequence[str]) -> tuple[str, ...]:
+    """Return the methods, without FBGEMM's where a PE does not have it, which the record tells; collective."""
+    others = without_fbgemm(methods)
+    problem = None if len(others) == len(methods) else agree(why_no_fbgemm())
+    if problem is None:
+        return tuple(methods)
+    experiment.write("left_out", what="FBGEMM", problem=problem)
+    return others

@@ -217,6 +217,15 @@ class Experiment(ABC, Generic[_Case]):
         if self.world.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
+    def attempt(self, make: Callable[[], Any]) -> tuple[Any, str | None]:
+        """Return what is made, or why some PE has none; collective."""
+        made, problem = None, None
+        try:
+            made = make()
+        except Exception as error:  # another library's, of any version; or no memory
+            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return made, agree(problem)
+
     def interleave(self, subjects: Mapping[str, Subject], rounds: int) -> dict[str, list[float]]:
         """Time subjects in turn; see `time_interleaved`."""
         return time_interleaved(self.world, subjects, rounds=rounds, burst_seconds=self.options.burst_ms * 1e-3)

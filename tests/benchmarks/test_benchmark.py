@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmark_runs
 import pytest
 import torch
 
 from persistent_ops.ops.embedding.plan import Tuning
-from persistent_ops.testing.record import read_lines
 
-QUICK = ["--quick", "--backend", "host", "--configs", "B512_T32_P10"]
+QUICK = ["--configs", "B512_T32_P10"]
 
 pytestmark = pytest.mark.host
 
 
-def run(*arguments: str) -> int:
-    return int(importlib.import_module("embedding_all_to_all").main(list(arguments)))
-
-
-def lines_of(folder: Path, name: str = "embedding_all_to_all") -> list[dict[str, Any]]:
-    return read_lines(folder / f"{name}.jsonl")
+run, lines_of = (
+    functools.partial(each, "embedding_all_to_all") for each in (benchmark_runs.run, benchmark_runs.lines_of)
+)
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*QUICK, "--pes", "2", "--zipf", "also", "--out", str(tmp_path)) == 0
-    lines = lines_of(tmp_path)
-    (start,) = [line for line in lines if line["kind"] == "run"]
+    (start,) = lines_of(tmp_path, "run")
     assert start["pes"] == 2
     assert start["backend"] == "host"
     assert start["torch"] == torch.__version__
     assert "bench embedding_all_to_all --quick" in start["command"]
     assert start["date"]
-    (ceilings,) = [line for line in lines if line["kind"] == "ceilings"]
+    (ceilings,) = lines_of(tmp_path, "ceilings")
     assert ceilings["read"] > 0
     assert ceilings["store"] > 0
 
-    times = [line for line in lines if line["kind"] == "time"]
+    times = lines_of(tmp_path, "time")
     methods = ["fused", "oblivious", "unfused_own", "unfused_torch", "pooling_own", "pooling_torch"]
     assert [(line["distribution"], line["method"]) for line in times] == [
         (distribution, method) for distribution in ("uniform", "zipf") for method in methods
@@ -61,10 +59,10 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
         assert line["limit_us"] == pytest.approx(
             max(line["memory_bytes"] / ceilings["read"], pooled / 2 / ceilings["store"]) * 1e6
         )
-    skews = [line for line in lines if line["kind"] == "skew"]
+    skews = lines_of(tmp_path, "skew")
     assert [line["method"] for line in skews] == ["fused", "oblivious"] * 2
     assert all(line["skew"] >= 0 for line in skews)
-    checks = [line for line in lines if line["kind"] == "check"]
+    checks = lines_of(tmp_path, "check")
     assert len(checks) == 2
     assert all(line["failures"] == [] for line in checks)
     assert all(0 <= line["largest_difference"] <= line["tolerance"] for line in checks)
@@ -87,56 +85,26 @@ def _off_by_a_bit(right: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 @pytest.mark.parametrize(
     ("place", "complaint"),
     [
-        ("embedding.check:reference", "from the unfused result"),
-        ("embedding.methods:Methods.oblivious", "the oblivious order gives other bits"),
-        ("embedding.methods:Methods.unfused_own", "without its exchange gives other bits"),
+        ("embedding.check.reference", "from the unfused result"),
+        ("embedding.methods.Methods.oblivious", "the oblivious order gives other bits"),
+        ("embedding.methods.Methods.unfused_own", "without its exchange gives other bits"),
     ],
 )
 def test_a_wrong_result_gives_exit_code_1(
     place: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, _, name = place.partition(":")
-    owner: Any = importlib.import_module(module)
-    *outer, name = name.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    monkeypatch.setattr(owner, name, _off_by_a_bit(getattr(owner, name)))
+    monkeypatch.setattr(place, _off_by_a_bit(pkgutil.resolve_name(place)))
     # A world of one PE runs in this process, where the patch is.
     assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
-    (check,) = [line for line in lines_of(tmp_path) if line["kind"] == "check"]
+    (check,) = lines_of(tmp_path, "check")
     assert any(complaint in failure for failure in check["failures"])
     assert "WRONG" in capsys.readouterr().out
-
-
-def test_a_graph_that_differs_from_the_call_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trial: Any = importlib.import_module("harness.trial")
-    timing: Any = importlib.import_module("harness.timing")
-    # A recording that never runs: the poisoned output stays as it is.
-    monkeypatch.setattr(trial, "record", lambda world, calls: timing.Subject(lambda: None, len(calls)))
-    assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
-    (line,) = [line for line in lines_of(tmp_path) if line["kind"] == "check"]
-    assert line["failures"] == ["PE 0, fused, a replay gives other bits than a call"]
-
-
-def test_an_error_still_prints_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    module: Any = importlib.import_module("embedding_all_to_all")
-
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("no skew today")
-
-    monkeypatch.setattr(module.EmbeddingAllToAll, "after_times", fail)
-    assert run(*QUICK, "--pes", "1", "--methods", "fused", "--out", str(tmp_path)) == 1
-    printed = capsys.readouterr()
-    assert "no skew today" in printed.err
-    assert "uniform indices, 1 PE:" in printed.out
 
 
 def test_tuning_sorts_and_reports_what_does_not_compile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     grid = "rows_in_flight=8:16,slice_samples=2:40"
     assert run(*QUICK, "--pes", "2", "--out", str(tmp_path), "--tune", grid) == 0
-    rows = [line for line in lines_of(tmp_path, "embedding_all_to_all_tuning") if line["kind"] == "tune"]
+    rows = lines_of(tmp_path, "tune", of="tuning")
     assert [(row["tuning"]["rows_in_flight"], row["tuning"]["slice_samples"]) for row in rows] == [
         (8, None),  # the default
         (8, 2),
@@ -162,39 +130,11 @@ def test_tuning_sorts_and_reports_what_does_not_compile(tmp_path: Path, capsys: 
 def test_the_wire_may_be_narrower_than_the_tables(tmp_path: Path) -> None:
     arguments = (*QUICK, "--pes", "2", "--methods", "fused,unfused_torch", "--wire-dtype", "fp32,bf16")
     assert run(*arguments, "--out", str(tmp_path)) == 0
-    lines = lines_of(tmp_path)
-    sent = {line["config"]: line["sent_bytes"] for line in lines if line["kind"] == "time"}
+    sent = {line["config"]: line["sent_bytes"] for line in lines_of(tmp_path, "time")}
     assert sent["B512_T32_P10"] == 2 * sent["B512_T32_P10_wire_bf16"] > 0
-    checks = {line["config"]: line for line in lines if line["kind"] == "check"}
+    checks = {line["config"]: line for line in lines_of(tmp_path, "check")}
     assert all(line["failures"] == [] for line in checks.values())
     assert checks["B512_T32_P10"]["tolerance"] < checks["B512_T32_P10_wire_bf16"]["tolerance"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--configs", "B1_T1"], "there is no B1_T1"),
-        (["--methods", "fused,nccl"], "there is no nccl"),
-        (["--wire-dtype", "fp16"], "there is no fp16"),
-        (["--pes", "7"], "which 7 does not divide"),
-        (["--tune", "warps=8"], "expected FIELD=VALUE"),
-        (["--tune", "threads=many"], "invalid literal"),
-        (["--tune", "work_groups=4:0"], "--tune: 'work_groups=4:0': work_groups: expected an int of at least 1"),
-        (["--tune", "rows_in_flight=none"], "rows_in_flight: expected an int of at least 1, got None"),
-        (["--nonsense"], "unrecognized arguments"),
-        (["--worlds", "2,two"], "--worlds: expected whole numbers with commas, got '2,two'"),
-        (["--pes", "0"], "--pes, --worlds: expected numbers of at least 1, got [0]"),
-        (["--limit", "-1"], "--limit: expected seconds above 0 and below infinity, got -1"),
-        (["--limit", "nan"], "--limit: expected seconds above 0 and below infinity, got nan"),
-    ],
-)
-def test_a_wrong_option_gives_exit_code_2(
-    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "embedding_all_to_all.jsonl").write_text("of an earlier run")
-    assert run("--backend", "host", "--out", str(tmp_path), *arguments) == 2
-    assert complaint in capsys.readouterr().err
-    assert (tmp_path / "embedding_all_to_all.jsonl").read_text() == "of an earlier run"
 
 
 @pytest.mark.parametrize("gpus", [0, 2])
@@ -281,6 +221,9 @@ def test_the_limit_is_the_larger_of_both_times() -> None:
     found = ceilings.Ceilings(read=4e12, store=4e11)
     assert found.limit_seconds(read_bytes=8e9, sent_bytes=1e8) == (pytest.approx(2e-3), "HBM")
     assert found.limit_seconds(read_bytes=8e9, sent_bytes=4e9) == (pytest.approx(1e-2), "NVLink")
+    updating = ceilings.Ceilings(read=4e12, store=4e11, update=2e12)
+    found = updating.limit_seconds(read_bytes=4e9, updated_bytes=4e9, sent_bytes=1e8)
+    assert found == (pytest.approx(3e-3), "HBM")
     assert ceilings.Ceilings(read=4e12, store=None).limit_seconds(read_bytes=4e9, sent_bytes=0.0)[1] == "HBM"
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmark_runs
 import pytest
 import torch
 from embedding_step.methods import OurStep, PeerStep
 
 from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
-from persistent_ops.testing.record import read_lines, select
 from persistent_ops.testing.row_update import RowUpdate
 
 METHODS = ["fused", "fused_eager", "fused_ahead", "fbgemm", "fbgemm_eager", "torch_eager"]
@@ -21,21 +21,12 @@ METHODS = ["fused", "fused_eager", "fused_ahead", "fbgemm", "fbgemm_eager", "tor
 pytestmark = pytest.mark.host
 
 
-def run(*arguments: str) -> int:
-    given = ["--quick", "--calls", "2", "--backend", "host", *arguments]
-    return int(importlib.import_module("dlrm_embedding").main(given))
-
-
-def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return select(read_lines(folder / "dlrm_embedding.jsonl"), kind)
-
-
-def has_fbgemm() -> bool:
-    return why_no_fbgemm() is None
+run = functools.partial(benchmark_runs.run, "dlrm_embedding", "--calls", "2")
+lines_of = functools.partial(benchmark_runs.lines_of, "dlrm_embedding")
 
 
 def own_methods() -> list[str]:
-    return [name for name in METHODS if has_fbgemm() or not name.startswith("fbgemm")]
+    return [name for name in METHODS if why_no_fbgemm() is None or not name.startswith("fbgemm")]
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -87,7 +78,7 @@ def test_other_dtypes_are_right(cases: str, tmp_path: Path) -> None:
     assert run("--cases", cases, *methods, "--pes", "2", "--out", str(tmp_path)) == 0
     assert [line["failures"] for line in lines_of(tmp_path, "check")] == [[]] * len(cases.split(","))
     left_out = [line["what"] for line in lines_of(tmp_path, "left_out")]
-    assert "rowwise_adagrad_bf16_zipf, fbgemm" in left_out or "bf16_zipf" not in cases or not has_fbgemm()
+    assert "rowwise_adagrad_bf16_zipf, fbgemm" in left_out or "bf16_zipf" not in cases or why_no_fbgemm() is not None
     assert {line["method"] for line in lines_of(tmp_path, "time")} >= {"fused_eager", "torch_eager"}
 
 
@@ -137,18 +128,6 @@ def test_one_pe_moves_what_its_lookups_touch(tmp_path: Path) -> None:
     assert (line["unique_rows"], line["lookups"], line["sent_bytes"]) == (unique / 2, count, 0)
     moved = (8 + 4) * count + (unique / 2 * row_bytes + 4 * count + result) + (result + 4 * count)
     assert line["memory_bytes"] == moved + 2 * unique / 2 * (row_bytes + row_bytes)
-
-
-def test_without_fbgemm_its_methods_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("fbgemm_gpu", *[name for name in sys.modules if name.startswith("fbgemm_gpu.")]):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert run("--pes", "1", "--methods", "fused_eager,fbgemm,fbgemm_eager", "--out", str(tmp_path)) == 0
-    assert [line["method"] for line in lines_of(tmp_path, "time")] == ["fused_eager"]
-    (line,) = lines_of(tmp_path, "left_out")
-    assert line["what"] == "FBGEMM" and "fbgemm_gpu" in line["problem"]
-    assert "left out, 1 PE: FBGEMM" in capsys.readouterr().out
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
@@ -226,17 +205,3 @@ def test_what_finds_no_memory_is_told_and_not_timed(tmp_path: Path, monkeypatch:
     (check,) = lines_of(tmp_path, "check")
     assert [failure.split(";")[0] for failure in check["failures"]] == ["PE 0, torch_eager, PE 0: the GPU is full"]
     assert [line["method"] for line in lines_of(tmp_path, "time")] == ["fused_eager"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--cases adagrad", "--cases: there is no adagrad"),
-        ("--max-rows 0", "--max-rows, --batch, --calls: expected numbers of at least 1"),
-        ("--cases adagrad_zipf,rowwise_adagrad_zipf --beside", "--beside: expected --cases of one optimizer"),
-        ("--cases rowwise_adagrad_fp16_zipf --replicated-rows 9", "--replicated-rows: tables of fp16"),
-    ],
-)
-def test_what_cannot_be_is_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*arguments.split()) == 2
-    assert message in capsys.readouterr().err

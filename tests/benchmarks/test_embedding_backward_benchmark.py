@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import sys
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmark_runs
 import pytest
 import torch
 
 from persistent_ops.testing.fbgemm_embedding import why_no_fbgemm
-from persistent_ops.testing.record import read_lines, select
 
 SMALL = ("--configs", "B512_T32_P10")
 NARROW = (*SMALL, "--wire-dtype", "bf16")
@@ -23,16 +24,9 @@ METHODS = ["fused", "fused_eager", "unfused_torch", *OURS[2:], "exchange"]
 pytestmark = pytest.mark.host
 
 
-def run(*arguments: str) -> int:
-    return int(importlib.import_module("embedding_backward").main(["--quick", "--backend", "host", *arguments]))
-
-
-def lines_of(folder: Path, kind: str, name: str = "embedding_backward") -> list[dict[str, Any]]:
-    return select(read_lines(folder / f"{name}.jsonl"), kind)
-
-
-def has_fbgemm() -> bool:
-    return why_no_fbgemm() is None
+run, lines_of = (
+    functools.partial(each, "embedding_backward") for each in (benchmark_runs.run, benchmark_runs.lines_of)
+)
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------
@@ -96,7 +90,7 @@ def test_every_optimizer_and_16_bits_are_right(arguments: tuple[str, ...], optim
 
 
 def test_fbgemm_agrees(tmp_path: Path) -> None:
-    if not has_fbgemm():
+    if why_no_fbgemm() is not None:
         pytest.skip("needs fbgemm_gpu (on CPUs: fbgemm-gpu-cpu)")
     methods = ["fused", "fbgemm", "fbgemm_eager", "fbgemm_step", "fbgemm_step_eager"]
     both = ("--configs", f"{SMALL[1]},{BITS16[1]}")
@@ -105,18 +99,6 @@ def test_fbgemm_agrees(tmp_path: Path) -> None:
         assert run(*arguments, "--pes", pes, "--out", str(tmp_path)) == 0
         assert sorted({line["method"] for line in lines_of(tmp_path, "time")}) == sorted(methods)
         assert all(0 < line["worst_share_of_peers"] <= 1 for line in lines_of(tmp_path, "check"))
-
-
-def test_without_fbgemm_its_methods_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("fbgemm_gpu", *[name for name in sys.modules if name.startswith("fbgemm_gpu.")]):
-        monkeypatch.setitem(sys.modules, name, None)
-    assert run(*SMALL, "--pes", "1", "--methods", "fused,fbgemm,fbgemm_step", "--out", str(tmp_path)) == 0
-    assert [line["method"] for line in lines_of(tmp_path, "time")] == ["fused"]
-    (line,) = lines_of(tmp_path, "left_out")
-    assert line["what"] == "FBGEMM" and "fbgemm_gpu" in line["problem"]
-    assert "left out, 1 PE: FBGEMM" in capsys.readouterr().out
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
@@ -157,13 +139,13 @@ def _other_state(right: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("place", "fault", "method", "complaint"),
     [
-        ("backward_methods:OurBackward.backward", _twice, "fused", "fused, table"),
-        ("backward_methods:OurBackward.backward", _nothing, "fused", "fused, table"),
-        ("backward_methods:OurBackward.backward", _other_row, "fused", "fused, an untouched row of table 1"),
-        ("backward_methods:OurBackward.backward", _other_state, "fused", "state of table 2"),
-        ("backward_methods:OurBackward.forward_backward", _twice, "forward_backward", "forward_backward, other bits"),
-        ("backward_methods:OurBackward.kernel_alone", _nothing, "kernel_alone", "kernel_alone, other bits"),
-        ("backward_peers:TorchUpdate._step", _twice, "unfused_torch", "unfused_torch, "),
+        ("backward_methods.OurBackward.backward", _twice, "fused", "fused, table"),
+        ("backward_methods.OurBackward.backward", _nothing, "fused", "fused, table"),
+        ("backward_methods.OurBackward.backward", _other_row, "fused", "fused, an untouched row of table 1"),
+        ("backward_methods.OurBackward.backward", _other_state, "fused", "state of table 2"),
+        ("backward_methods.OurBackward.forward_backward", _twice, "forward_backward", "forward_backward, other bits"),
+        ("backward_methods.OurBackward.kernel_alone", _nothing, "kernel_alone", "kernel_alone, other bits"),
+        ("backward_peers.TorchUpdate._step", _twice, "unfused_torch", "unfused_torch, "),
     ],
 )
 def test_a_wrong_result_gives_exit_code_1_and_no_figure(
@@ -175,10 +157,8 @@ def test_a_wrong_result_gives_exit_code_1_and_no_figure(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    module, _, name = place.partition(":")
-    owner, name = name.split(".")
-    target: Any = getattr(importlib.import_module(f"embedding.{module}"), owner)
-    monkeypatch.setattr(target, name, fault(getattr(target, name)))
+    place = f"embedding.{place}"
+    monkeypatch.setattr(place, fault(pkgutil.resolve_name(place)))
     methods = ("--methods", ",".join(dict.fromkeys(["fused", method, "exchange"])))
     # A world of one PE runs in this process, where the patch is.
     assert run(*SMALL, "--pes", "1", *methods, "--out", str(tmp_path)) == 1
@@ -188,17 +168,6 @@ def test_a_wrong_result_gives_exit_code_1_and_no_figure(
     label = importlib.import_module("embedding_backward").LABELS[method].format(collective="gloo")
     printed = capsys.readouterr().out
     assert "WRONG" in printed and f"│ {label} " not in printed
-
-
-@pytest.mark.parametrize("method", ["fused", "unfused_torch"])
-def test_a_graph_that_does_nothing_gives_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    module, timing = (importlib.import_module(name) for name in ("embedding_backward", "harness.timing"))
-    monkeypatch.setattr(module, "record", lambda world, calls, stream=None: timing.Subject(lambda: None, len(calls)))
-    assert run(*SMALL, "--pes", "1", "--methods", method, "--out", str(tmp_path)) == 1
-    (check,) = lines_of(tmp_path, "check")
-    assert [failure.partition(": ")[0] for failure in check["failures"]] == [f"PE 0, {method}, a replay"]
 
 
 def test_what_of_fbgemm_cannot_be_captured_is_left_out_and_its_eager_calls_are_timed(
@@ -222,7 +191,7 @@ def test_what_of_fbgemm_cannot_be_captured_is_left_out_and_its_eager_calls_are_t
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     monkeypatch.setattr(module, "Fbgemm", Stand)
-    monkeypatch.setattr(module, "why_no_fbgemm", lambda: None)
+    monkeypatch.setattr("embedding.options.why_no_fbgemm", lambda: None)
     monkeypatch.setattr(module, "record", record)
     assert run(*SMALL, "--pes", "1", "--methods", "fbgemm,fbgemm_eager", "--out", str(tmp_path)) == 0
     assert [line["method"] for line in lines_of(tmp_path, "time")] == ["fbgemm_eager"]
@@ -241,7 +210,7 @@ def test_what_cannot_be_made_or_has_no_room_is_left_out(tmp_path: Path, monkeypa
         return "needs more than there is" if case.optimizer == "adagrad" else None
 
     monkeypatch.setattr(module, "Fbgemm", fail)
-    monkeypatch.setattr(module, "why_no_fbgemm", lambda: None)
+    monkeypatch.setattr("embedding.options.why_no_fbgemm", lambda: None)
     monkeypatch.setattr(module.EmbeddingBackward, "_why_no_room", no_room)
     arguments = ("--optimizers", "adagrad,sgd", "--methods", "fused,fbgemm", "--pes", "1")
     assert run(*SMALL, *arguments, "--out", str(tmp_path)) == 0
@@ -268,38 +237,15 @@ def test_the_room_of_a_case_is_what_it_allocates() -> None:
 # ---- options, bounds, ceilings ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--configs", "B1_T1"), "there is no B1_T1"),
-        (("--optimizers", "adam"), "there is no adam"),
-        (("--methods", "nccl"), "there is no nccl"),
-        (("--pes", "7"), "which 7 does not divide"),
-    ],
-)
-def test_a_wrong_option_gives_exit_code_2(
-    arguments: tuple[str, ...], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--out", str(tmp_path), *arguments) == 2
-    assert complaint in capsys.readouterr().err
-
-
 def test_a_timeline_of_a_part(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Also of a kernel that is launched with what an earlier call has prepared."""
     arguments = ("--trace", "--methods", "kernel_alone,exchange", "--rounds", "2", "--pes", "1")
     assert run(*SMALL, *arguments, "--rows", "50", "--out", str(tmp_path)) == 0
-    (line,) = lines_of(tmp_path, "timeline", "embedding_backward_timeline")
+    (line,) = lines_of(tmp_path, "timeline", of="timeline")
     # Two calls, and two replays of them.
     assert (line["method"], line["operator"], line["launches"]) == ("kernel_alone", "embedding_backward", 6)
     assert (tmp_path / "embedding_backward_kernel_alone_timeline.png").exists()
     assert "no figure: exchange launches none" in capfd.readouterr().err
-
-
-def test_a_sweep_checks_bits_and_is_recorded(tmp_path: Path) -> None:
-    assert run(*SMALL, "--sweep", "slice", "--rounds", "2", "--pes", "2", "--out", str(tmp_path)) == 0
-    tried = lines_of(tmp_path, "tune", "embedding_backward_sweep_slice")
-    assert [line["tuning"]["slice_samples"] for line in tried] == [None, 1, 2, 4, 8, 16, 32]
-    assert all(line["us"] > 0 and line["problem"] is None for line in tried)
 
 
 @pytest.mark.parametrize(
@@ -318,11 +264,6 @@ def test_bounds_of_four_pes(name: str, optimizer: str, touched: float, us: float
     found = ceilings.Ceilings(read=4.35e12, store=346e9)
     seconds, which = found.limit_seconds(read_bytes=moved.read, updated_bytes=moved.updated, sent_bytes=moved.sent)
     assert seconds * 1e6 == pytest.approx(us, rel=2e-3) and which == by
-
-
-def test_an_update_has_its_own_ceiling() -> None:
-    found = importlib.import_module("harness.ceilings").Ceilings(read=4e12, store=4e11, update=2e12)
-    assert found.limit_seconds(read_bytes=4e9, updated_bytes=4e9, sent_bytes=1e8) == (pytest.approx(3e-3), "HBM")
 
 
 @pytest.mark.parametrize("fault", ["none", "other word", "two rows", "nothing"])

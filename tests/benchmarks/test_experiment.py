@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: a benchmark of an operator of its own, in one short file."""
+"""The harness of the benchmarks: a benchmark of an operator of its own, in one short file; what all of them have."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_runs import lines_of, run as run_benchmark
 
 import persistent_ops as po
 from persistent_ops.testing.record import read_lines
@@ -231,3 +232,154 @@ def test_a_commit_is_that_of_the_package_and_of_no_repository_around_it(
     assert what_ran("command")["commit"] == git("rev-parse", "HEAD").strip()
     (package / "__init__.py").write_text("# changed")
     assert what_ran("command")["commit"].endswith(" with changes")
+
+
+# ---- in every benchmark ----------------------------------------------------------------------------------------------
+
+_SMALL = {
+    "all_reduce": ("--sizes", "16K", "--calls", "3"),
+    "embedding_all_to_all": ("--configs", "B512_T32_P10"),
+    "embedding_backward": ("--configs", "B512_T32_P10"),
+    "gemv_all_reduce": ("--shapes", "8192x1024"),
+    "sparse_all_reduce": ("--cases", "100kx512_4k_zipf", "--sweeps", "none"),
+}
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "method", "told"),
+    [
+        ("all_reduce", "auto", "a replay leaves other bits than its calls"),
+        ("embedding_all_to_all", "fused", "a replay gives other bits than a call"),
+        ("embedding_backward", "fused", "a replay: "),
+        ("embedding_backward", "unfused_torch", "a replay: "),
+        ("gemv_all_reduce", "gemv_alone", "a replay gives other bits than a call"),
+    ],
+)
+def test_a_graph_that_does_nothing_gives_exit_code_1(
+    benchmark: str, method: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its output stays as it was poisoned, or its tables as they were."""
+    place = "embedding_backward" if benchmark == "embedding_backward" else "harness.trial"
+    subject = importlib.import_module("harness.timing").Subject
+    monkeypatch.setattr(f"{place}.record", lambda world, calls, stream=None: subject(lambda: None, len(calls)))
+    # A world of one PE alone runs in this process, where the patch is.
+    assert run_benchmark(benchmark, *_SMALL[benchmark], "--pes", "1", "--methods", method, "--out", str(tmp_path)) == 1
+    (check,) = lines_of(benchmark, tmp_path, "check")
+    (failure,) = check["failures"]
+    assert failure.startswith(f"PE 0, {method}, {told}")
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "knob", "method", "field", "values"),
+    [
+        ("all_reduce", "occupancy", "slices", "work_groups", [1, 2, 4, 8]),
+        ("all_reduce", "slice", "slices", "warp_blocks", [1, 2]),
+        ("embedding_backward", "slice", "fused", "slice_samples", [1, 2, 4, 8, 16, 32]),
+        ("sparse_all_reduce", "occupancy", "into", "work_groups", [1, 2, 4, 8]),
+    ],
+)
+def test_a_sweep_over_a_knob_is_recorded_and_drawn(
+    benchmark: str,
+    knob: str,
+    method: str,
+    field: str,
+    values: list[int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--sweep", knob, "--rounds", "2", "--methods", method, "--pes", "2")
+    assert run_benchmark(benchmark, *_SMALL[benchmark], *options, "--out", str(tmp_path)) == 0
+    tried = lines_of(benchmark, tmp_path, "tune", of=f"sweep_{knob}")
+    assert [line["tuning"][field] for line in tried] == [None, *values]
+    assert all(line["us"] > 0 and line["problem"] is None for line in tried)
+    assert (tmp_path / f"{benchmark}_sweep_{knob}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{field}=None (default)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments"),
+    [
+        ("embedding_backward", (*_SMALL["embedding_backward"], "--methods", "fused,fbgemm,fbgemm_step")),
+        ("dlrm_embedding", ("--calls", "2", "--methods", "fused,fbgemm,fbgemm_eager")),
+    ],
+)
+def test_without_fbgemm_its_methods_are_left_out(
+    benchmark: str,
+    arguments: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("fbgemm_gpu", *[name for name in sys.modules if name.startswith("fbgemm_gpu.")]):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert run_benchmark(benchmark, *arguments, "--pes", "1", "--out", str(tmp_path)) == 0
+    assert [line["method"] for line in lines_of(benchmark, tmp_path, "time")] == ["fused"]
+    (line,) = lines_of(benchmark, tmp_path, "left_out")
+    assert line["what"] == "FBGEMM" and "fbgemm_gpu" in line["problem"]
+    assert "left out, 1 PE: FBGEMM" in capsys.readouterr().out
+
+
+_WRONG = {
+    "all_reduce": {
+        "--sizes 17K": "--sizes: expected multiples of 16K",
+        "--sizes x": "--sizes: expected multiples of 16K",
+        "--tune threads=64 --sweep slice": "--sweep, --tune, --trace: expected one of them",
+    },
+    "embedding_all_to_all": {
+        "--configs B1_T1": "there is no B1_T1",
+        "--methods fused,nccl": "there is no nccl",
+        "--wire-dtype fp16": "there is no fp16",
+        "--pes 7": "which 7 does not divide",
+        "--tune warps=8": "expected FIELD=VALUE",
+        "--tune threads=many": "invalid literal",
+        "--tune work_groups=4:0": "--tune: 'work_groups=4:0': work_groups: expected an int of at least 1",
+        "--tune rows_in_flight=none": "rows_in_flight: expected an int of at least 1, got None",
+        "--nonsense": "unrecognized arguments",
+        "--worlds 2,two": "--worlds: expected whole numbers with commas, got '2,two'",
+        "--pes 0": "--pes, --worlds: expected numbers of at least 1, got [0]",
+        "--rounds 0": "--rounds: expected numbers of at least 1",
+        "--limit -1": "--limit: expected seconds above 0 and below infinity, got -1",
+        "--limit nan": "--limit: expected seconds above 0 and below infinity, got nan",
+    },
+    "embedding_backward": {
+        "--configs B1_T1": "there is no B1_T1",
+        "--optimizers adam": "there is no adam",
+        "--pes 7": "which 7 does not divide",
+    },
+    "dlrm_embedding": {
+        "--cases adagrad": "--cases: there is no adagrad",
+        "--max-rows 0": "--max-rows, --batch, --calls: expected numbers of at least 1",
+        "--cases adagrad_zipf,rowwise_adagrad_zipf --beside": "--beside: expected --cases of one optimizer",
+        "--cases rowwise_adagrad_fp16_zipf --replicated-rows 9": "--replicated-rows: tables of fp16",
+    },
+    "gemv_all_reduce": {
+        "--shapes 1by1": "there is no 1by1",
+        "--shapes 64x64,8x8_N17": "there is no 8x8_N17",
+        "--shapes 0x8": "there is no 0x8",
+        "--calls 0": "--calls: expected numbers of at least 1",
+    },
+    "row_parallel_linear": {
+        "--layers 17K": "--layers: expected sizes such as",
+        "--layers 8x0": "--layers: expected numbers of at least 1",
+        "--vectors x": "--vectors: expected whole numbers, got x",
+        "--vectors 0": "--vectors: expected numbers of at least 1",
+    },
+    "sparse_all_reduce": {
+        "--cases 1x1": "there is no 1x1",
+        "--sweeps width": "there is no width",
+        "--worlds 2,1": "expected numbers of at least 2",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments"), [(name, arguments) for name, wrong in _WRONG.items() for arguments in wrong]
+)
+def test_a_wrong_option_gives_exit_code_2(
+    benchmark: str, arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / f"{benchmark}.jsonl"
+    record.write_text("of an earlier run")
+    assert run_benchmark(benchmark, "--out", str(tmp_path), *arguments.split()) == 2
+    assert _WRONG[benchmark][arguments] in capsys.readouterr().err
+    assert record.read_text() == "of an earlier run"

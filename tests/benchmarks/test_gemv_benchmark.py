@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import benchmark_runs
 import pytest
 import torch
 
 import persistent_ops as po
 from persistent_ops.testing import symmetric_memory as po_symmetric_memory
-from persistent_ops.testing.record import read_lines, select
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-QUICK = ["--quick", "--backend", "host", "--shapes", "8192x1024"]
+QUICK = ["--shapes", "8192x1024"]
 
 pytestmark = pytest.mark.host
 
@@ -25,17 +25,12 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def run(*arguments: str) -> int:
-    return int(module("gemv_all_reduce").main(list(arguments)))
-
-
-def lines_of(folder: Path, kind: str, name: str = "gemv_all_reduce") -> list[dict[str, Any]]:
-    return select(read_lines(folder / f"{name}.jsonl"), kind)
+run, lines_of = (functools.partial(each, "gemv_all_reduce") for each in (benchmark_runs.run, benchmark_runs.lines_of))
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = "8192x1024,100x40_N3,8192x3584_N8"
-    assert run("--quick", "--backend", "host", "--shapes", shapes, "--replays", "7", "--out", str(tmp_path)) == 0
+    assert run("--shapes", shapes, "--replays", "7", "--out", str(tmp_path)) == 0
     runs = lines_of(tmp_path, "run")
     assert [line["pes"] for line in runs] == [2, 1]
     assert all(line["backend"] == "host" and line["torch"] == torch.__version__ and line["date"] for line in runs)
@@ -124,7 +119,7 @@ def test_a_wrong_result_gives_exit_code_1(
     _spoil(monkeypatch, is_wrong)
     # A world of one PE alone runs in this process, where the patch is.
     methods = ["--methods", "cublas_alone"]
-    assert run("--quick", "--backend", "host", "--shapes", shape, "--pes", "1", *methods, "--out", str(tmp_path)) == 1
+    assert run("--shapes", shape, "--pes", "1", *methods, "--out", str(tmp_path)) == 1
     (check,) = lines_of(tmp_path, "check")
     assert any(complaint in failure for failure in check["failures"])
     assert "WRONG" in capsys.readouterr().out
@@ -157,44 +152,6 @@ def test_an_unfused_method_that_drops_work_gives_exit_code_1(tmp_path: Path, mon
     assert "PE 0, cublas_alone, " in check["failures"][0]
 
 
-def test_a_graph_that_differs_from_the_call_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = module("harness.timing").Subject
-    # A recording that never runs: the poisoned output stays as it is.
-    monkeypatch.setattr(module("harness.trial"), "record", lambda world, calls: subject(lambda: None, len(calls)))
-    assert run(*QUICK, "--pes", "1", "--methods", "gemv_alone", "--out", str(tmp_path)) == 1
-    (check,) = lines_of(tmp_path, "check")
-    assert check["failures"] == ["PE 0, gemv_alone, a replay gives other bits than a call"]
-
-
-def test_an_error_still_prints_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("no spread today")
-
-    monkeypatch.setattr(module("gemv_all_reduce").GemvAllReduce, "after_times", fail)
-    assert run(*QUICK, "--pes", "1", "--out", str(tmp_path)) == 1
-    printed = capsys.readouterr()
-    assert "no spread today" in printed.err
-    assert "own GEMV alone" in printed.out
-
-
-def test_tuning_sorts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(*QUICK, "--pes", "2", "--tune", "work_groups=none:1:2", "--out", str(tmp_path)) == 0
-    rows = lines_of(tmp_path, "tune", "gemv_all_reduce_tuning")
-    assert [(row["pes"], row["method"], row["tuning"]["work_groups"]) for row in rows] == [
-        (2, "fused", None),  # the default
-        (2, "fused", 1),
-        (2, "fused", 2),
-    ]
-    assert all(row["us"] > 0 and row["problem"] is None for row in rows)
-    printed = capsys.readouterr().out
-    assert "(default)" in printed
-    timed = [float(text.split("│")[1]) for text in printed.splitlines() if "work_groups=" in text]
-    assert timed == sorted(timed)
-    assert len(timed) == 3
-
-
 @pytest.mark.parametrize(("pes", "method"), [(1, "gemv_alone"), (2, "fused")])
 def test_a_timeline_has_what_the_operator_is_in_a_world(tmp_path: Path, pes: int, method: str) -> None:
     assert run("--trace", "--pes", str(pes), "--rounds", "2", "--out", str(tmp_path)) == 0
@@ -218,7 +175,7 @@ def test_tuning_reports_what_is_refused(
 
     monkeypatch.setattr(plans, "GemvPlan", refuse)
     assert run(*QUICK, "--pes", "1", "--tune", "work_groups=1:2", "--out", str(tmp_path)) == 0
-    rows = lines_of(tmp_path, "tune", "gemv_all_reduce_tuning")
+    rows = lines_of(tmp_path, "tune", of="tuning")
     assert [(row["method"], row["us"] is None) for row in rows] == [
         ("gemv_alone", False),
         ("gemv_alone", False),
@@ -231,51 +188,13 @@ def test_tuning_reports_what_is_refused(
 def test_a_tuning_with_wrong_results_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _spoil(monkeypatch, lambda x, options: True)
     assert run(*QUICK, "--pes", "1", "--tune", "work_groups=1", "--out", str(tmp_path)) == 1
-    rows = lines_of(tmp_path, "tune", "gemv_all_reduce_tuning")
+    rows = lines_of(tmp_path, "tune", of="tuning")
     assert len(rows) == 2
     assert all("rounding explains" in row["problem"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--shapes", "1by1"], "there is no 1by1"),
-        (["--shapes", "64x64,8x8_N17"], "there is no 8x8_N17"),
-        (["--shapes", "0x8"], "there is no 0x8"),
-        (["--methods", "fused,nccl"], "there is no nccl"),
-        (["--worlds", "2,0"], "expected numbers of at least 1"),
-        (["--worlds", "two"], "expected whole numbers with commas"),
-        (["--rounds", "0"], "expected numbers of at least 1"),
-        (["--tune", "lanes=8"], "expected FIELD=VALUE"),
-        (["--tune", "warps=many"], "invalid literal"),
-        (["--nonsense"], "unrecognized arguments"),
-    ],
-)
-def test_a_wrong_option_gives_exit_code_2(
-    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--backend", "host", "--out", str(tmp_path), *arguments) == 2
-    assert complaint in capsys.readouterr().err
-
-
-def test_the_command_line_knows_the_benchmark() -> None:
-    from persistent_ops import cli
-
-    assert cli.benchmarks()["gemv_all_reduce"] == BENCHMARKS / "gemv_all_reduce.py"
-
-
 def test_copies_of_a_weight_do_not_fit_the_cache() -> None:
     shapes = module("gemv.shapes").SHAPES
-    assert list(shapes) == [
-        "8192x3584",
-        "8192x1024",
-        "7168x2048",
-        "16384x6656",
-        "4096x1792",
-        "16384x2048",
-        "8192x3584_N8",
-        "8192x3584_N16",
-    ]
     for shape in shapes.values():
         assert shape.copies >= 3
         assert shape.copies * shape.weight_bytes > 200e6

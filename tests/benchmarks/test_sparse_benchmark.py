@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import json
 import math
 import statistics
 import time
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import benchmark_runs
 import pytest
 import torch
 from worlds import in_world
@@ -18,9 +19,7 @@ from worlds import in_world
 import persistent_ops as po
 from persistent_ops.ops.sparse_plan import OPERATOR, SparsePlan
 from persistent_ops.runtime.operator import OperatorState
-from persistent_ops.testing.record import read_lines, select
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 OURS = ["auto", "owner", "allgather", "dense", "into", "into_owner", "into_allgather"]
 PEERS = ["gloo", "dense_reduce", "gather_add", "union_reduce", "gather_add_graph", "union_reduce_graph"]
 SWEPT = ["auto", "owner", "allgather", "dense", "into", "dense_reduce", "gather_add", "union_reduce"]
@@ -35,20 +34,15 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def run(*arguments: str) -> int:
-    return int(module("sparse_all_reduce").main(["--backend", "host", *arguments]))
-
-
-def lines_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return select(read_lines(folder / "sparse_all_reduce.jsonl"), kind)
+run, lines_of = (functools.partial(each, "sparse_all_reduce") for each in (benchmark_runs.run, benchmark_runs.lines_of))
 
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--quick", "--rounds", "3", "--replays", "7", "--cases", CASE, "--out", str(tmp_path)) == 0
+    assert run("--rounds", "3", "--replays", "7", "--cases", CASE, "--out", str(tmp_path)) == 0
     (described,) = lines_of(tmp_path, "run")
     assert described["pes"] == 2 and described["backend"] == "host" and described["date"]
     assert described["torch"] == torch.__version__
-    assert "bench sparse_all_reduce --backend host --quick" in described["command"]
+    assert "bench sparse_all_reduce --quick --backend host" in described["command"]
     (ceilings,) = lines_of(tmp_path, "ceilings")
     sparse = [0.0001, 0.001, 0.01, 0.1]
     shared = [1.0, 0.5, 0.0]  # the smallest union first
@@ -122,7 +116,7 @@ def _check_time(line: dict[str, Any], union_rows: int) -> None:
 
 def test_says_what_it_leaves_out_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ["--gloo-gb", "0.00001", "--room-gb", "0.00005"]
-    arguments = ["--quick", "--rounds", "1", "--replays", "2", "--cases", CASE, "--sweeps", "none"]
+    arguments = ["--rounds", "1", "--replays", "2", "--cases", CASE, "--sweeps", "none"]
     assert run(*arguments, *limits, "--methods", "auto,dense,allgather,gloo", "--out", str(tmp_path)) == 0
     skipped = {line["method"]: line["reason"] for line in lines_of(tmp_path, "skipped")}
     assert list(skipped) == ["dense", "allgather", "gloo"]
@@ -147,17 +141,6 @@ def _run_with_a_wrong_algorithm(options: Any) -> bool:
     return bool(module("harness.experiment").measure(module("sparse_all_reduce").SparseAllReduce, options))
 
 
-def test_a_sweep_over_occupancy(tmp_path: Path) -> None:
-    cases = ("--cases", "100kx512_4k_zipf", "--sweeps", "none", "--rounds", "2")
-    assert run("--sweep", "occupancy", *cases, "--out", str(tmp_path)) == 0
-    lines = [
-        json.loads(line) for line in (tmp_path / "sparse_all_reduce_sweep_occupancy.jsonl").read_text().splitlines()
-    ]
-    tried = {line["tuning"]["work_groups"]: line for line in lines if line["kind"] == "tune"}
-    assert set(tried) == {None, 1, 2, 4, 8} and all(line["us"] > 0 for line in tried.values())
-    assert (tmp_path / "sparse_all_reduce_sweep_occupancy.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_wrong_result_on_one_pe_fails_on_all(tmp_path: Path) -> None:
     options = module("sparse_all_reduce").Options(
         backend="host",
@@ -173,55 +156,6 @@ def test_a_wrong_result_on_one_pe_fails_on_all(tmp_path: Path) -> None:
     places = ["input 0", "input 0, repeated", "input 1"]
     assert [failure.split(": ")[0] for failure in check["failures"]] == [f"PE 1, owner, {place}" for place in places]
     assert "1 values have other bits" in check["failures"][0]
-
-
-def test_failures_give_exit_code_1_and_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(function: Any, world_size: int, experiment: Any, options: Any, **others: Any) -> bool:
-        recorder = module("persistent_ops.testing.record").Recorder(Path(options.record_path))
-        recorder.write("run", pes=world_size, backend="host", torch="2", commit=None, processor="none")
-        recorder.write("check", pes=world_size, case="a case", failures=["PE 1, owner: wrong"], largest_difference=0.0)
-        return world_size != 2
-
-    monkeypatch.setattr(module("harness.command"), "run_on_pes", fail)
-    assert run("--worlds", "3,2", "--out", str(tmp_path)) == 1
-    assert "WRONG: 2 checks failed; the first: 3 PEs, a case: PE 1, owner: wrong" in capsys.readouterr().out
-
-
-def test_an_error_still_prints_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(function: Any, world_size: int, experiment: Any, options: Any, **others: Any) -> bool:
-        recorder = module("persistent_ops.testing.record").Recorder(Path(options.record_path))
-        recorder.write("run", pes=world_size, backend="host", torch="2", commit=None, processor="a processor")
-        raise RuntimeError("a PE is gone")
-
-    monkeypatch.setattr(module("harness.command"), "run_on_pes", fail)
-    assert run("--out", str(tmp_path)) == 1
-    printed = capsys.readouterr()
-    assert "a PE is gone" in printed.err
-    assert "a processor, torch 2" in printed.out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--cases", "1x1"], "there is no 1x1"),
-        (["--methods", "owner,nccl"], "there is no nccl"),
-        (["--sweeps", "width"], "there is no width"),
-        (["--worlds", "2,1"], "expected numbers of at least 2"),
-        (["--pes", "0"], "expected numbers of at least 2"),
-        (["--worlds", "two"], "expected whole numbers with commas"),
-        (["--rounds", "0"], "expected numbers of at least 1"),
-        (["--nonsense"], "unrecognized arguments"),
-    ],
-)
-def test_a_wrong_option_gives_exit_code_2(
-    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--out", str(tmp_path), *arguments) == 2
-    assert complaint in capsys.readouterr().err
 
 
 def _host_times(wait: float) -> tuple[float, float]:
@@ -248,12 +182,6 @@ def test_host_time_is_without_the_wait() -> None:
     """Alone, for what is replaced is of all PEs that are threads."""
     ((host, whole),) = in_world(_host_times, 1, "host", 0.5)
     assert 0 < host < 0.5 and whole > 1.5
-
-
-def test_the_command_line_knows_the_benchmark() -> None:
-    from persistent_ops import cli
-
-    assert cli.benchmarks()["sparse_all_reduce"] == BENCHMARKS / "sparse_all_reduce.py"
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
