@@ -60,7 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5, help="times that each method generates them (default 5)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on GPUs, fp32 on the host")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and prompts")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="the small kernels (default: on GPUs)")
+    small_kernels = "the small kernels (default: on GPUs)"
+    parser.add_argument("--compile", dest="is_compiled", action=argparse.BooleanOptionalAction, help=small_kernels)
     parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_shot"), default="auto")
     parser.add_argument("--wire-dtype", choices=("own",), help="own: fused sums travel in the weights' dtype, not fp32")
     parser.add_argument("--prefetch", action="store_true", help="weights of fused products (default: no)")
@@ -73,32 +74,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(arguments: argparse.Namespace) -> Options:
-    prompt = None
+    taken = {name: value for name, value in vars(arguments).items() if name not in ("pes", "limit", "json")}
     if arguments.prompt is not None:
         try:
-            prompt = tuple(int(token) for token in arguments.prompt.split(","))
+            taken["prompt"] = tuple(int(token) for token in arguments.prompt.split(","))
         except ValueError as error:
             raise ValueError(f"--prompt: expected whole numbers with commas, got {arguments.prompt!r}") from error
-    return Options(
-        model=arguments.model,
-        cut=arguments.cut,
-        layers=arguments.layers,
-        prompt=prompt,
-        prompt_length=arguments.prompt_length,
-        tokens=arguments.tokens,
-        batch=arguments.batch,
-        rounds=arguments.rounds,
-        dtype=arguments.dtype,
-        backend=arguments.backend,
-        seed=arguments.seed,
-        is_compiled=arguments.compile,
-        algorithm=arguments.algorithm,
-        wire_dtype=arguments.wire_dtype,
-        prefetch=arguments.prefetch,
-        reference=arguments.reference,
-        timeout=arguments.timeout,
-        trace=arguments.trace,
-    )
+    return Options(**taken)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ import os
 import sys
 from typing import Any
 
+from curves import draw_if_possible
 from dlrm import checkpoint
 from dlrm.captured_step import check_machine
 from dlrm.data import check_data
 from dlrm.options import ALGORITHMS, BESIDE_NCCL, FORMATS, MODELS, PLACEMENTS, PRECISIONS, Options
-from dlrm.report import draw_if_possible
+from dlrm.report import draw
 from dlrm.schedule import Schedule
 from dlrm.summary import print_summary, problems
 from dlrm.training import History
@@ -75,7 +76,8 @@ def _tell(options: Options, report: dict[str, Any]) -> None:
     if "losses" in report:
         history = History(report["losses"], report["evaluations"])
         title = f"DLRM, {options.model}, {report['source']}, {pes_text(report['pes'])} on {report['backend']}"
-        draw_if_possible(history, options.folder / "curves.png", title=title, best_auc=report["best_auc"])
+        path, best = options.folder / "curves.png", report["best_auc"]
+        draw_if_possible("curves", lambda: draw(history, path, title=title, best_auc=best))
     print_summary(report, Console())
 
 

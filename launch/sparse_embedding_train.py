@@ -15,15 +15,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
+from curves import draw_if_possible
 from program import add_common_options, append_record, check_arguments, command, own_folder, run_as_asked
 from rich.console import Console
 from sparse_training.loop import read_text, run_pe
 from sparse_training.options import Options
 from sparse_training.report import passed, plot, print_report
-
-from persistent_ops.testing.figures import why_none
 
 
 @command
@@ -44,18 +42,10 @@ def main(argv: list[str]) -> int:
     with own_folder(Path(options.output), checkpoint=replaced):
         report, is_printer = run_as_asked(run_pe, options, arguments, check=lambda *_: read_text(options))
         if is_printer:
-            _tell(options, report)
+            draw_if_possible("loss curve", lambda: plot(report, options.plot_path))
+            print_report(report, Console())
         is_written = append_record(arguments.json if is_printer else None, "sparse_embedding_train", argv, report)
     return 0 if is_written and passed(report) else 1
-
-
-def _tell(options: Options, report: dict[str, Any]) -> None:
-    """Draw and print what the training gave."""
-    try:
-        plot(report, options.plot_path)
-    except Exception as error:  # the training behind it may have taken hours
-        print(f"no loss curve: {why_none(error)}", file=sys.stderr)
-    print_report(report, Console())
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ from persistent_ops.testing.timing import in_turn, seconds_of
 
 from .config import SIZES, ModelConfig, Partition
 from .kernels import Kernels
-from .methods import Alone, FlashInfer, Fused, FusedNorm, FusedSums, Method, Peers, SymmetricMemory, Unfused
+from .methods import FlashInfer, Fused, FusedNorm, FusedSums, Method, Peers, SymmetricMemory, Unfused
 from .model import Decoder, Sequences, build_decoder
 from .options import Options
 from .weights import FolderWeights, RandomWeights, WeightSource
@@ -168,7 +168,7 @@ class _Pe:
                 row=whole,
             )
             sequences = self.sequences(self.config.num_kv_heads)
-            kernels, method = Kernels(self.config, is_compiled=False), Alone()
+            kernels, method = Kernels(self.config, is_compiled=False), Unfused(alone)
             decoder.prefill(self.prompts(), sequences, method, kernels)
             logits = decoder.step(sequences, method, kernels)
             for _ in range(self.options.tokens - 1):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from persistent_ops.testing.symmetric_memory import allocate, one_shot, rendezvo
 
 from .kernels import Kernels
 
-__all__ = ["Alone", "FlashInfer", "Fused", "FusedNorm", "FusedSums", "Method", "Peers", "SymmetricMemory", "Unfused"]
+__all__ = ["FlashInfer", "Fused", "FusedNorm", "FusedSums", "Method", "Peers", "SymmetricMemory", "Unfused"]
 
 
 class Peers:
@@ -59,14 +59,12 @@ class Peers:
         return received.to(x.device)
 
 
-class Method(Protocol):
-    """One way to open and close half a layer."""
-
-    name: str
+class Method:
+    """One way to open and close half a layer: here with the library's products, and a sum that a subclass makes."""
 
     def open(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """Return this PE's features of a column-parallel layer, `[N, M_r]`, for x `[N, hidden]`."""
-        ...
+        return F.linear(x, linear.weight)
 
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
@@ -80,18 +78,15 @@ class Method(Protocol):
             residual: `[N, hidden]`; not changed.
             norm: weight of the norm, `[hidden]`.
         """
-        ...
+        return kernels.add_norm(residual, self.summed_product(x, linear.weight), norm)
+
+    def summed_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the product of x `[N, K_r]` and a weight `[hidden, K_r]`, summed over the PEs."""
+        raise NotImplementedError
 
 
-def _library_product(linear: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, linear.weight)
-
-
-class FusedSums:
+class FusedSums(Method):
     """po.nn.RowParallelLinear: up to 16 rows in one kernel with the residual; more, in a prefill, by its `path`."""
-
-    name = "fused sums"
-    open = staticmethod(_library_product)
 
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
@@ -104,8 +99,6 @@ class FusedSums:
 class Fused(FusedSums):
     """The same behind po.nn.ColumnParallelLinear, which multiplies up to 16 rows by po.gemv."""
 
-    name = "fused"
-
     def open(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """Open half a layer; see `Method`."""
         features: torch.Tensor = linear(x)
@@ -115,32 +108,25 @@ class Fused(FusedSums):
 class FusedNorm(Fused):
     """A product, then po.all_reduce_rms_norm: sum, residual and norm in one kernel."""
 
-    name = "fused norm"
-
     def close(
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Close half a layer; see `Method`."""
-        return po.all_reduce_rms_norm(_library_product(linear, x), norm, residual=residual, eps=kernels.eps)
+        return po.all_reduce_rms_norm(F.linear(x, linear.weight), norm, residual=residual, eps=kernels.eps)
 
 
-class Unfused:
-    """A product and the process group's all_reduce."""
-
-    name = "unfused"
-    open = staticmethod(_library_product)
+class Unfused(Method):
+    """A product and the process group's all_reduce; without peers a plain product, the single-rank reference."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    def close(
-        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Close half a layer; see `Method`."""
-        return kernels.add_norm(residual, self._peers.all_reduce(F.linear(x, linear.weight)), norm)
+    def summed_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply and sum; see `Method`."""
+        return self._peers.all_reduce(F.linear(x, weight))
 
 
-class SymmetricMemory:
+class SymmetricMemory(Method):
     """A product into torch's symmetric memory and one of its all-reduces.
 
     Collective: every PE makes it. One buffer serves all layers, because both all-reduces end with a barrier.
@@ -156,20 +142,16 @@ class SymmetricMemory:
         RuntimeError: torch cannot do it here, for instance because the GPUs do not reach each other.
     """
 
-    open = staticmethod(_library_product)
-
     def __init__(self, kind: str, *, batch: int, hidden: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.name = kind
+        self._kind = kind
         self._buffer = allocate((batch, hidden), dtype=dtype, device=device)
         rendezvous(self._buffer)
         self._sum = one_shot if kind == "one_shot" else two_shot
 
-    def close(
-        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Close half a layer; see `Method`."""
-        torch.mm(x, linear.weight.t(), out=self._buffer)
-        return kernels.add_norm(residual, self._sum(self._buffer), norm)
+    def summed_product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply and sum; see `Method`."""
+        torch.mm(x, weight.t(), out=self._buffer)
+        return self._sum(self._buffer)
 
     def probe(self) -> None:
         """Sum ones over the PEs and check it; RuntimeError where this torch has no such all-reduce for this world."""
@@ -177,7 +159,7 @@ class SymmetricMemory:
         total = self._sum(self._buffer).clone()
         torch.cuda.synchronize()
         if not bool((total == dist.get_world_size()).all()):
-            raise RuntimeError(f"{self.name}_all_reduce gave a wrong sum")
+            raise RuntimeError(f"{self._kind}_all_reduce gave a wrong sum")
 
 
 @contextlib.contextmanager
@@ -196,7 +178,7 @@ def _no_multicast_objects() -> Iterator[None]:
         driver.cuMulticastCreate = original  # type: ignore[attr-defined]
 
 
-class FlashInfer:
+class FlashInfer(Method):
     """A product, then FlashInfer's all-reduce with residual and norm in one kernel, called as inference engines do.
 
     Collective: every PE makes it. One workspace serves all layers. Its backend "trtllm" needs no NVLink multicast; a
@@ -211,9 +193,6 @@ class FlashInfer:
         ImportError: FlashInfer is not installed, or has no such operator.
         RuntimeError: it cannot run here, or would use NVLink multicast.
     """
-
-    name = "flashinfer"
-    open = staticmethod(_library_product)
 
     def __init__(self, *, batch: int, hidden: int, dtype: torch.dtype) -> None:
         from flashinfer.comm import AllReduceFusionPattern, allreduce_fusion, create_allreduce_fusion_workspace
@@ -234,7 +213,7 @@ class FlashInfer:
         self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Close half a layer; see `Method`."""
-        return self._sum_and_norm(_library_product(linear, x), residual, norm, kernels.eps)
+        return self._sum_and_norm(F.linear(x, linear.weight), residual, norm, kernels.eps)
 
     def _sum_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
@@ -261,16 +240,3 @@ class FlashInfer:
         is_right = (total == dist.get_world_size() + 1).all() and ((normed - 1).abs() <= 1e-5).all()  # by rsqrtf
         if not bool(is_right):
             raise RuntimeError("FlashInfer's all-reduce with a norm gave a wrong result")
-
-
-class Alone:
-    """A plain product with nobody to add to: the single-rank reference."""
-
-    name = "reference"
-    open = staticmethod(_library_product)
-
-    def close(
-        self, kernels: Kernels, linear: Any, x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Close half a layer; see `Method`."""
-        return kernels.add_norm(residual, F.linear(x, linear.weight), norm)

@@ -24,7 +24,7 @@ class Batches:
     """The global batches of a source, of which each PE reads its own samples.
 
     An epoch has every sample once. The last batch of an epoch is smaller where the batch size does not divide the
-    number of samples, unless it is dropped; a PE may have no sample of it.
+    number of samples; a PE may have no sample of it.
 
     Args:
         source: of the samples.
@@ -34,13 +34,12 @@ class Batches:
         seed: of the order, which is drawn anew for each epoch; None for the source's own order.
         shuffle_block: consecutive samples that stay together when the order is drawn. 1 shuffles samples; some hundred
             turn a large memory-mapped file into longer reads, and need as much less memory for the order.
-        drop_last: leave out what does not fill a batch.
         index_dtype: of values and lengths, torch.int64 or torch.int32. Where files have int32, so should batches.
         num_readers: threads of `stream`, each of which reads a batch ahead; it is copying, for which numpy does not
             hold Python's lock.
 
     Raises:
-        ValueError: an argument is out of range, or there would be no batch.
+        ValueError: an argument is out of range.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class Batches:
         world_size: int = 1,
         seed: int | None = None,
         shuffle_block: int = 1,
-        drop_last: bool = False,
         index_dtype: torch.dtype = torch.int64,
         num_readers: int = 1,
     ) -> None:
@@ -66,14 +64,10 @@ class Batches:
             raise ValueError(f"index_dtype must be torch.int32 or torch.int64, got {index_dtype}")
         if index_dtype == torch.int32 and max(source.num_rows) > 2**31:
             raise ValueError(f"index_dtype: torch.int32 does not reach the rows of a table of {max(source.num_rows)}")
-        whole, rest = divmod(source.num_samples, batch_size)
-        self.num_batches = whole + (rest > 0 and not drop_last)
-        if not self.num_batches:
-            raise ValueError(f"the source has {source.num_samples} samples, which do not fill a batch of {batch_size}")
+        whole, self._rest = divmod(source.num_samples, batch_size)
+        self.num_batches = whole + (self._rest > 0)
         self.source = source
         self.batch_size = batch_size
-        self._rest = rest
-        self._drop_last = drop_last
         self._rank = rank
         self._world_size = world_size
         self._seed = seed
@@ -91,22 +85,16 @@ class Batches:
             "batch_size": self.batch_size,
             "seed": self._seed,
             "shuffle_block": self._block,
-            "drop_last": self._drop_last,
         }
 
     def describe(self) -> str:
         """Return one line on the batches of an epoch, the last of them in particular."""
         text = f"{self.source.num_samples:,} samples in {self.num_batches:,} batches of {self.batch_size:,}"
-        if not self._rest:
-            return text
-        if self._drop_last:
-            return f"{text}; the last {self._rest:,} samples of an epoch are left out"
-        return f"{text}, the last one of {self._rest:,}"
+        return f"{text}, the last one of {self._rest:,}" if self._rest else text
 
     def size(self, batch: int) -> int:
         """Return the number of samples of a global batch of an epoch."""
-        is_short = self._rest and not self._drop_last and batch == self.num_batches - 1
-        return self._rest if is_short else self.batch_size
+        return self._rest if self._rest and batch == self.num_batches - 1 else self.batch_size
 
     def numbers(self, epoch: int, batch: int) -> IntArray:
         """Return the numbers of this PE's samples, in order; those of the PEs make up the global batch by rank."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 
 from .records import Batch
 
-__all__ = ["EAGER_STEPS", "CapturedStep", "Graph", "StaticBatch", "StepGraph", "check_machine", "own_stream"]
+__all__ = ["EAGER_STEPS", "CapturedStep", "StaticBatch", "StepGraph", "check_machine", "own_stream"]
 
 # DistributedDataParallel times its first ten passes by events whose times it reads in the next one, and makes its
 # buckets anew behind the first: a capture allows neither.
@@ -92,16 +91,6 @@ class StaticBatch:
         own.labels.copy_(batch.labels)
 
 
-class Graph(Protocol):
-    """What `CapturedStep` asks of a graph; made of the program that it captures."""
-
-    def replay(self) -> torch.Tensor:
-        """Run the program again, on the current stream; return its result, in memory of its own."""
-
-    def close(self) -> None:
-        """Give the graph back."""
-
-
 class StepGraph:
     """A program in a CUDA graph.
 
@@ -123,14 +112,14 @@ class StepGraph:
             raise
 
     def replay(self) -> torch.Tensor:
-        """See `Graph`."""
+        """Run the program again, on the current stream; return its result, in memory of its own."""
         if self._result is None:
             raise RuntimeError("the graph has been given back, and cannot be replayed")
         self._graph.replay()
         return self._result.clone()
 
     def close(self) -> None:
-        """See `Graph`."""
+        """Give the graph back."""
         self._result = None
         self._graph.reset()
 
@@ -159,13 +148,13 @@ class CapturedStep:
         *,
         batch_size: int,
         lookups_per_sample: int,
-        make_graph: Callable[[Callable[[], torch.Tensor]], Graph] = StepGraph,
+        make_graph: Callable[[Callable[[], torch.Tensor]], StepGraph] = StepGraph,
     ) -> None:
         self._step = step
         self._batch_size, self._lookups_per_sample = batch_size, lookups_per_sample
         self._make_graph = make_graph
         self._static: StaticBatch | None = None
-        self._graph: Graph | None = None
+        self._graph: StepGraph | None = None
         self._num_eager = 0
         self.num_replays = 0
         self.was_replay = False

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from persistent_ops.testing.dlrm_batch import DLRM_POOLING
 from persistent_ops.testing.lookups import rows_of
 
 from .records import Records
 
-__all__ = ["MLPERF_HOTNESS", "NUM_DENSE", "checked", "checked_tables"]
+__all__ = ["NUM_DENSE", "checked", "checked_tables"]
 
 NUM_DENSE = 13  # of the Criteo logs, in every format
-MLPERF_HOTNESS = DLRM_POOLING
 
 
 def checked_tables(num_rows: Sequence[int], hotness: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -14,7 +14,7 @@ import torch
 from persistent_ops.testing.dlrm_batch import DLRM_POOLING, DLRM_ROWS, ZIPF_EXPONENT, ZipfSampler
 
 from .checks import NUM_DENSE, checked_tables
-from .metrics import auroc, expected_auroc
+from .metrics import auroc
 from .records import IntArray, Records
 
 __all__ = ["ClickLog", "Teacher"]
@@ -127,16 +127,12 @@ class ClickLog:
         """Return what the labels of these samples were drawn with, `[n]`."""
         return self._draw(numbers)[1]
 
-    def best_auroc(self, first: int = 0, num_samples: int | None = None) -> tuple[float, float]:
-        """Return the best AUC that any model can be expected to reach.
+    def best_auroc(self, first: int = 0, num_samples: int | None = None) -> float:
+        """Return the best AUC that a model can be expected to reach: that of the true probabilities, on these samples.
 
         Args:
             first: number of the first sample that counts.
             num_samples: how many do; None for all from the first one on.
-
-        Returns:
-            The AUC of the true probabilities against the labels of those samples, which is what a model's AUC on the
-            same samples compares with; and its expectation over the labels, by the formula of `expected_auroc`.
         """
         end = self.num_samples if num_samples is None else first + num_samples
         parts = [
@@ -145,7 +141,7 @@ class ClickLog:
         ]
         probabilities = torch.from_numpy(np.concatenate([found for _, found in parts]))
         labels = torch.from_numpy(np.concatenate([records.labels for records, _ in parts]))
-        return auroc(probabilities, labels), expected_auroc(probabilities)
+        return auroc(probabilities, labels)
 
     def identity(self) -> dict[str, Any]:
         """See `Source`."""

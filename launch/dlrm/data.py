@@ -41,7 +41,7 @@ class Data:
         """Return the AUC of the probabilities that labels were drawn with, over what evaluates; None for files."""
         if self.log is None:
             return None
-        return self.log.best_auroc(self.train.num_samples, self.evaluation.num_samples)[0]
+        return self.log.best_auroc(self.train.num_samples, self.evaluation.num_samples)
 
 
 def open_data(options: Options) -> Data:

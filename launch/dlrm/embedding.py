@@ -10,31 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["EmbeddingModule", "EmbeddingOptimizer", "PlainEmbedding"]
-
-
-class EmbeddingOptimizer(Protocol):
-    """What the training asks of the tables' optimizer: the part of torch.optim.Optimizer that schedulers use too.
-
-    A fused one updates rows in the backward pass; `step` and `zero_grad` then have next to nothing to do.
-
-    Attributes:
-        param_groups: with the learning rate of each group at "lr".
-    """
-
-    param_groups: list[dict[str, Any]]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients; called before the forward pass."""
-
-    def step(self) -> Any:
-        """Update the tables; called behind the backward pass."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states, those of rows that no step has touched yet included."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take states over."""
+__all__ = ["EmbeddingModule", "PlainEmbedding"]
 
 
 class EmbeddingModule(Protocol):
@@ -49,11 +25,11 @@ class EmbeddingModule(Protocol):
     by the number of PEs too, or its updates are that many times too large.
 
     Attributes:
-        optimizer: of the tables.
+        optimizer: of the tables. A fused one updates rows in the backward pass: its `step` has next to nothing to do.
         training: of every `nn.Module`: false in an evaluation, which has no backward pass.
     """
 
-    optimizer: EmbeddingOptimizer
+    optimizer: torch.optim.Optimizer
     training: bool
 
     def input_dist(self, values: torch.Tensor, lengths: torch.Tensor, *, batch_per_rank: Sequence[int]) -> Any:
@@ -97,27 +73,24 @@ class PlainEmbedding(nn.Module):
         optimizer: makes the optimizer of the tables; their gradients are sparse.
         seed: of the first rows.
         device: of the tables.
-        names: of the tables in the state dict; "0" to T-1 where there are none.
     """
 
     def __init__(
         self,
         num_rows: Sequence[int],
         dims: Sequence[int],
-        optimizer: Callable[[Iterable[nn.Parameter]], EmbeddingOptimizer],
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         *,
         seed: int = 0,
         device: torch.device | None = None,
-        names: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        names = list(map(str, range(len(num_rows)))) if names is None else names
         self.tables = nn.ParameterDict()
-        for number, (name, rows, dim) in enumerate(zip(names, num_rows, dims, strict=True)):
+        for number, (rows, dim) in enumerate(zip(num_rows, dims, strict=True)):
             # A generator for each, so that a PE that has some of the tables can begin with the same rows.
             generator = torch.Generator().manual_seed(seed * 1_000_003 + 1 + number)
             bound = 1.0 / math.sqrt(rows)
-            self.tables[name] = nn.Parameter(torch.empty(rows, dim).uniform_(-bound, bound, generator=generator))
+            self.tables[str(number)] = nn.Parameter(torch.empty(rows, dim).uniform_(-bound, bound, generator=generator))
         self.to(device)
         self.optimizer = optimizer(self.parameters())
 

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_predictions", "auroc", "expected_auroc"]
+__all__ = ["all_predictions", "auroc"]
 
 
 def auroc(scores: torch.Tensor, labels: torch.Tensor) -> float:
@@ -29,31 +29,6 @@ def auroc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     num_clicks = int(clicks.sum())
     num_pairs = num_clicks * (len(clicks) - num_clicks)
     return (2 * int(below) + int(ties)) / (2 * num_pairs) if num_pairs else math.nan
-
-
-def expected_auroc(probabilities: torch.Tensor) -> float:
-    """Return the AUC that true probabilities have in expectation, which no other score exceeds.
-
-    It is the ratio of the expected number of pairs that they order rightly to that of all pairs of a click and a
-    non-click, which the expected ratio tends to as samples become more: the sum over i and j != i of
-    p_i (1 - p_j) ([p_i > p_j] + [p_i = p_j] / 2), divided by the sum of p_i (1 - p_j).
-
-    Args:
-        probabilities: `[n]`, between 0 and 1.
-
-    Returns:
-        The ratio; NaN where the labels are certain to be all the same.
-
-    Raises:
-        ValueError: a probability is NaN, or not one.
-    """
-    exact = probabilities.to(torch.float64)
-    if not bool(((exact >= 0) & (exact <= 1)).all()):
-        raise ValueError("probabilities: expected numbers from 0 to 1")
-    below, ties = _ordered_pairs(exact, exact, 1 - exact)
-    itself = float((exact * (1 - exact)).sum())  # a sample is no pair with itself, but the sums have it as a tie
-    num_pairs = float(exact.sum()) * float((1 - exact).sum()) - itself
-    return (float(below) + (float(ties) - itself) / 2) / num_pairs if num_pairs > 0 else math.nan
 
 
 def _check(scores: torch.Tensor, labels: torch.Tensor) -> None:

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .checks import MLPERF_HOTNESS, NUM_DENSE, checked, checked_tables
-from .digests import digest_of_file
-from .records import IntArray, Records, Source
+from persistent_ops.testing.dlrm_batch import DLRM_POOLING
 
-__all__ = ["RawFile", "write_raw"]
+from .checks import NUM_DENSE, checked, checked_tables
+from .digests import digest_of_file
+from .records import IntArray, Records
+
+__all__ = ["RawFile"]
 
 _ONE_AS_FLOAT = 0x3F800000  # the bits of 1.0
-_WRITE_SAMPLES = 8192
 
 
 def _record(hotness: Sequence[int]) -> np.dtype[np.void]:
@@ -41,7 +42,7 @@ class RawFile:
         OSError: the file cannot be read.
     """
 
-    def __init__(self, path: str | Path, *, num_rows: Sequence[int], hotness: Sequence[int] = MLPERF_HOTNESS) -> None:
+    def __init__(self, path: str | Path, *, num_rows: Sequence[int], hotness: Sequence[int] = DLRM_POOLING) -> None:
         self.num_rows, self.hotness = checked_tables(num_rows, hotness)
         self.num_dense = NUM_DENSE
         self._path = Path(path)
@@ -80,32 +81,3 @@ def _labels(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
     """Return labels of either type."""
     is_float = bits == _ONE_AS_FLOAT
     return np.where(is_float, np.float32(1), bits.view(np.int32).astype(np.float32))
-
-
-def write_raw(source: Source, path: str | Path) -> None:
-    """Write a source in HugeCTR's raw format, so that what takes time to make or to parse is mapped from then on.
-
-    Args:
-        source: with 13 dense columns and `hotness` lookups in every bag.
-        path: of the file; an existing one is replaced.
-
-    Raises:
-        ValueError: the source has other dense columns, or rows beyond int32, or a bag with less lookups: the format has
-            no empty place.
-    """
-    if source.num_dense != NUM_DENSE:
-        raise ValueError(f"{path}: the format has {NUM_DENSE} dense columns, the source has {source.num_dense}")
-    if max(source.num_rows) > 2**31:
-        raise ValueError(f"{path}: the format has ids of int32, the source has a table of {max(source.num_rows)} rows")
-    layout = _record(source.hotness)
-    with Path(path).open("wb") as file:
-        for first in range(0, source.num_samples, _WRITE_SAMPLES):
-            numbers = np.arange(first, min(first + _WRITE_SAMPLES, source.num_samples), dtype=np.int64)
-            records = source.read(numbers)
-            is_short = (records.rows < 0).any(axis=1)
-            if is_short.any():
-                sample = first + int(np.argmax(is_short))
-                raise ValueError(f"{path}: sample {sample} has fewer lookups than its features' {source.hotness}")
-            packed = np.empty(len(numbers), layout)
-            packed["label"], packed["dense"], packed["ids"] = records.labels, records.dense, records.rows
-            file.write(packed.tobytes())

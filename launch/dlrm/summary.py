@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from curves import recent
 from program import caveat, hardware_of
 from rich import box
 from rich.console import Console
@@ -72,7 +73,7 @@ def _print_trained(report: dict[str, Any], console: Console) -> None:
     before = f", the first {report['first_step']} before" if report["first_step"] else ""
     lines = [
         report["batches"],
-        f"loss {losses[0]:.4f} -> {_recent(losses):.4f} in {len(losses)} steps{before}; {last['loss']:.4f} over what "
+        f"loss {losses[0]:.4f} -> {recent(losses):.4f} in {len(losses)} steps{before}; {last['loss']:.4f} over what "
         "evaluates",
     ]
     if options["is_captured"]:
@@ -90,11 +91,6 @@ def _print_trained(report: dict[str, Any], console: Console) -> None:
         console.print(escape(line), highlight=False)
     if _judges_auc(report) and not problems(report):
         console.print(f"[green]correct[/]: within {AUC_MARGIN} of the best AUC", highlight=False)
-
-
-def _recent(losses: list[float]) -> float:
-    last = losses[-max(1, len(losses) // 20) :]
-    return sum(last) / len(last)
 
 
 def _print_compared(report: dict[str, Any], console: Console) -> None:

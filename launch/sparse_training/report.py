@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from curves import draw_losses, recent
 from program import caveat, hardware_of
 from rich import box
 from rich.console import Console
@@ -52,17 +53,8 @@ def passed(report: dict[str, Any]) -> bool:
 def plot(report: dict[str, Any], path: Path) -> None:
     """Draw the loss curve into a PNG file."""
     plots = pyplot()
-    losses = report["losses"]
-    span = max(1, len(losses) // 50)
     figure, axes = plots.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(range(1, len(losses) + 1), losses, linewidth=0.8, alpha=0.4, label="loss of each step")
-    means = [sum(losses[end - span : end]) / span for end in range(span, len(losses) + 1)]
-    axes.plot(
-        [end - (span - 1) / 2 for end in range(span, len(losses) + 1)],
-        means,
-        linewidth=1.8,
-        label=f"mean of {span} steps",
-    )
+    draw_losses(axes, report["losses"])
     if report["first_step"]:
         axes.axvline(report["first_step"], color="grey", linestyle=":", label="resumed")
     axes.set_xlabel("step")
@@ -82,7 +74,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     lines = [
         f"{escape(report['source'])}: {report['num_bytes']:,} bytes, {report['num_words']:,} words, "
         f"{report['vocabulary']:,} different ones; vectors of {options['dim']}",
-        f"loss {report['losses'][0]:.3f} -> {_recent(report['losses']):.3f} in {len(report['losses'])} steps of "
+        f"loss {report['losses'][0]:.3f} -> {recent(report['losses']):.3f} in {len(report['losses'])} steps of "
         f"{options['batch']} words" + (f", the first {report['first_step']} before" if report["first_step"] else ""),
     ]
     if report["timed_steps"]:
@@ -109,11 +101,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     console.print(f"what was written is in {folder}; --resume --steps {2 * options['steps']} goes on", highlight=False)
     for line in caveat(report):
         console.print(line)
-
-
-def _recent(losses: list[float]) -> float:
-    last = losses[-max(1, len(losses) // 20) :]
-    return sum(last) / len(last)
 
 
 def _print_passes(report: dict[str, Any], console: Console) -> None:

@@ -129,14 +129,8 @@ def test_what_does_not_fill_a_batch() -> None:
     kept = Batches(Numbered(103), batch_size=10)
     assert (kept.num_batches, kept.size(9), kept.size(10)) == (11, 10, 3)
     assert kept.describe() == "103 samples in 11 batches of 10, the last one of 3"
-    dropped = Batches(Numbered(103), batch_size=10, drop_last=True)
-    assert dropped.num_batches == 10 and {dropped.size(batch) for batch in range(10)} == {10}
-    assert dropped.describe() == "103 samples in 10 batches of 10; the last 3 samples of an epoch are left out"
-    assert joined(epoch_of(103, 10, drop_last=True)) == list(range(100))
     assert Batches(Numbered(100), batch_size=10).describe() == "100 samples in 10 batches of 10"
     assert Batches(Numbered(3), batch_size=10).num_batches == 1
-    with pytest.raises(ValueError, match="has 3 samples, which do not fill a batch of 10"):
-        Batches(Numbered(3), batch_size=10, drop_last=True)
 
 
 def test_arguments_are_checked() -> None:
@@ -163,7 +157,7 @@ def test_the_identity_tells_batches_apart_but_not_pes() -> None:
 
     assert identity(rank=1, world_size=2) == identity()
     others = [identity(Numbered(11)), identity(batch_size=3), identity(seed=0), identity(seed=1)]
-    others += [identity(seed=1, shuffle_block=2), identity(drop_last=True)]
+    others += [identity(seed=1, shuffle_block=2)]
     assert all(other != identity() for other in others)
     assert len({str(other) for other in others}) == len(others)
 

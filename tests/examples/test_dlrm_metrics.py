@@ -1,4 +1,4 @@
-"""The AUC: against its definition over pairs, with ties, spread over PEs, and its expectation."""
+"""The AUC: against its definition over pairs, with ties, spread over PEs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from dlrm.metrics import all_predictions, auroc, expected_auroc
+from dlrm.metrics import all_predictions, auroc
 from kept_pes import in_processes
 from worlds import world_of
 
@@ -70,29 +70,6 @@ def test_what_has_no_auc() -> None:
         auroc(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.5]))
     with pytest.raises(ValueError, match=r"expected \[n\] both"):
         auroc(torch.tensor([1.0, 2.0]), torch.tensor([1.0]))
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        expected_auroc(torch.tensor([0.5, 1.5]))
-    assert math.isnan(expected_auroc(torch.tensor([1.0, 1.0])))
-
-
-def test_the_expected_auc_is_that_of_all_labels() -> None:
-    """Against all 2^n ways to draw labels: the expected pairs in order, by the expected pairs."""
-    probabilities = [0.1, 0.7, 0.7, 0.95, 0.3, 0.1]
-    in_order, pairs = 0.0, 0.0
-    for clicks in itertools.product((0, 1), repeat=len(probabilities)):
-        chance = math.prod(p if click else 1 - p for p, click in zip(probabilities, clicks, strict=True))
-        num_pairs = sum(clicks) * (len(clicks) - sum(clicks))
-        if num_pairs:
-            in_order += chance * over_pairs(probabilities, list(clicks)) * num_pairs
-            pairs += chance * num_pairs
-    assert expected_auroc(torch.tensor(probabilities, dtype=torch.float64)) == pytest.approx(in_order / pairs, rel=1e-9)
-
-
-def test_drawn_labels_have_the_expected_auc() -> None:
-    generator = torch.Generator().manual_seed(1)
-    probabilities = torch.rand(200_000, generator=generator, dtype=torch.float64) ** 2
-    clicks = torch.rand(200_000, generator=generator) < probabilities
-    assert auroc(probabilities, clicks) == pytest.approx(expected_auroc(probabilities), abs=0.004)
 
 
 # ---- several PEs ---------------------------------------------------------------------------------------------------

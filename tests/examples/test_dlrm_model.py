@@ -150,8 +150,8 @@ def test_sizes_are_checked() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_pooled_rows_are_sums_in_the_order_of_features(dtype: torch.dtype) -> None:
-    module = PlainEmbedding((5, 9), (2, 3), sgd, seed=1, names=("a", "b"))
-    a, b = (module.tables[name].detach().clone() for name in ("a", "b"))
+    module = PlainEmbedding((5, 9), (2, 3), sgd, seed=1)
+    a, b = (module.tables[name].detach().clone() for name in ("0", "1"))
     values = torch.tensor([4, 4, 0, 8, 1, 2], dtype=dtype)
     lengths = torch.tensor([2, 0, 1, 0, 3, 0], dtype=dtype)
     pooled = module((values, lengths))
@@ -160,9 +160,9 @@ def test_pooled_rows_are_sums_in_the_order_of_features(dtype: torch.dtype) -> No
     assert torch.allclose(pooled, torch.stack(expected))
     pooled.sum().backward()
     module.optimizer.step()
-    assert torch.allclose(module.tables["a"].detach()[4], a[4] - 0.5 * 2)  # both lookups, one update
-    assert torch.equal(module.tables["a"].detach()[1:4], a[1:4])
-    assert sorted(module.state_dict()) == ["tables.a", "tables.b"]
+    assert torch.allclose(module.tables["0"].detach()[4], a[4] - 0.5 * 2)  # both lookups, one update
+    assert torch.equal(module.tables["0"].detach()[1:4], a[1:4])
+    assert sorted(module.state_dict()) == ["tables.0", "tables.1"]
     nothing = torch.zeros(0, dtype=dtype)
     assert module((nothing, nothing)).shape == (0, 5)
 

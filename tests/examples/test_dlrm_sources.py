@@ -15,7 +15,7 @@ from criteo_cases import criteo_line, write
 from dlrm.click_log import ClickLog
 from dlrm.criteo_text import CriteoText
 from dlrm.mlperf_numpy import NumpyDay, numpy_day, numpy_days
-from dlrm.raw import RawFile, write_raw
+from dlrm.raw import RawFile
 from dlrm.records import Joined, Records, Source, Span
 from dlrm_cases import HOTNESS, ROWS, Log, drawn_log, same_records, write_day, write_raw_bytes
 
@@ -223,13 +223,6 @@ def test_text_at_the_ends_of_float32_is_read(tmp_path: Path) -> None:
     assert found.dense[0, :2].tolist() == pytest.approx([math.log(3.4028235e38), 0.0])
 
 
-def test_rows_beyond_int32_are_not_written_raw(tmp_path: Path) -> None:
-    write_day(tmp_path, 0, drawn_log(20))
-    day = numpy_day(tmp_path, 0, num_rows=(3, 2**31 + 1, 5))
-    with pytest.raises(ValueError, match="the format has ids of int32, the source has a table of 2147483649 rows"):
-        write_raw(day, tmp_path / "raw")
-
-
 def _shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
@@ -366,19 +359,6 @@ def test_mlperf_s_samples_have_912_bytes(tmp_path: Path) -> None:
     path.write_bytes(bytes(900))
     with pytest.raises(ValueError, match="raw has 900 bytes; expected records of 912 .*at least one"):
         RawFile(path, num_rows=(10,) * 26)
-
-
-def test_what_is_written_raw_is_read_again(tmp_path: Path) -> None:
-    log = ClickLog(9000, num_rows=ROWS, hotness=HOTNESS, seed=5)
-    write_raw(log, tmp_path / "raw")
-    source = RawFile(tmp_path / "raw", num_rows=ROWS, hotness=HOTNESS)
-    everything = list(range(9000))
-    assert same_records(read(source, everything), read(log, everything))
-    with pytest.raises(ValueError, match="has 13 dense columns, the source has 4"):
-        write_raw(ClickLog(5, num_rows=ROWS, hotness=HOTNESS, num_dense=4), tmp_path / "raw")
-    text = CriteoText(write(tmp_path / "text", [criteo_line(number) for number in range(5)]), num_rows=TEXT_ROWS)
-    with pytest.raises(ValueError, match="sample 0 has fewer lookups"):
-        write_raw(text, tmp_path / "raw")
 
 
 # ---- parts and joins -----------------------------------------------------------------------------------------------

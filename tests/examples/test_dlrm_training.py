@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import os
 import pickle
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dlrm import checkpoint
 from dlrm.batches import Batches
-from dlrm.click_log import ClickLog, Teacher
+from dlrm.click_log import ClickLog
 from dlrm.embedding import PlainEmbedding
 from dlrm.metrics import auroc
 from dlrm.model import DenseModel, Sizes
 from dlrm.records import Span
-from dlrm.report import draw_if_possible
-from dlrm.training import History, Plan, Training
-from kept_pes import in_processes
-from PIL import Image
+from dlrm.training import Plan, Training
 from torch.nn import functional as F
-from worlds import world_of
 
 ROWS, HOTNESS = (40, 3, 60, 20), (1, 1, 3, 2)
 SIZES = Sizes(dims=(8, 8, 8, 8), num_dense=4, bottom=(32, 8), top=(32, 16, 1), cross_layers=2, cross_rank=16)
@@ -73,21 +67,9 @@ NUM_TRAIN, NUM_EVALUATE = 200_000, 30_000
 
 
 def test_tables_that_do_not_learn_show() -> None:
-    best, expected = log_of(NUM_TRAIN + NUM_EVALUATE).best_auroc(NUM_TRAIN, NUM_EVALUATE)
-    assert abs(best - expected) < 0.01
+    best = log_of(NUM_TRAIN + NUM_EVALUATE).best_auroc(NUM_TRAIN, NUM_EVALUATE)
     training = training_of(NUM_TRAIN, NUM_EVALUATE, 512, table_rate=0.0)
     assert training.run(Plan()).evaluations[-1]["auc"] < best - 0.02
-
-
-def test_bf16_comes_as_near() -> None:
-    teacher = Teacher(row_scale=2.0, pair_scale=0.0)  # of which much is learned in few steps
-    log = ClickLog(80_000, num_rows=(20, 3, 30, 10), hotness=HOTNESS, seed=3, num_dense=4, teacher=teacher)
-    parts = Batches(Span(log, 0, 60_000), batch_size=512, seed=0), Batches(Span(log, 60_000, 20_000), batch_size=4096)
-    model, embedding = DenseModel(SIZES, seed=1), PlainEmbedding(log.num_rows, SIZES.dims, adagrad(0.1), seed=1)
-    optimizer = adagrad(0.02)(model.parameters())
-    training = Training(model, embedding, optimizer, parts[0], evaluation=parts[1], precision=torch.bfloat16)
-    best, _ = log.best_auroc(60_000)
-    assert best - 0.01 < training.run(Plan()).evaluations[-1]["auc"] < best + 0.003
 
 
 # ---- against plain torch -------------------------------------------------------------------------------------------
@@ -130,13 +112,6 @@ def test_losses_are_those_of_plain_torch() -> None:
     expected = reference_losses(24, 500, 64, 0.05)
     assert len(found) == 24 and expected[-1] < 0.95 * expected[0]
     assert found == pytest.approx(expected, rel=3e-5)
-
-
-def test_the_dot_interaction_trains_too() -> None:
-    training = training_of(4000, 2000, 64, sizes=dataclasses.replace(SIZES, interaction="dot"))
-    before = training.evaluate()
-    after = training.run(Plan(epochs=2)).evaluations[-1]
-    assert after["loss"] < before["loss"] and after["auc"] > max(before["auc"], 0.6)
 
 
 def test_an_evaluation_is_of_all_samples_and_changes_nothing() -> None:
@@ -241,13 +216,12 @@ class Copying(PlainEmbedding):
         return copy.deepcopy(super().state_dict(*args, **kwargs))
 
 
-@pytest.mark.parametrize("kind", [Copying, lambda: None], ids=["copies", "plain"])
-def test_tables_states_and_rates_come_back(tmp_path: Path, kind: Any) -> None:
-    training = training_of(300, 0, 64, embedding=kind())
+def test_tables_states_and_rates_come_back(tmp_path: Path) -> None:
+    training = training_of(300, 0, 64, embedding=Copying())
     for group in (*training._optimizer.param_groups, *training._embedding.optimizer.param_groups):
         group["lr"] = 0.0625  # as a schedule would
     training.run(Plan(folder=tmp_path))
-    other = training_of(300, 0, 64, embedding=kind())
+    other = training_of(300, 0, 64, embedding=Copying())
     assert not all(torch.equal(a, b) for a, b in zip(state_of(training), state_of(other), strict=True))
     other.resume(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(state_of(training), state_of(other), strict=True))
@@ -396,73 +370,3 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_named(tmp_path: Path, monkeypa
     (old,) = [path for name, path in done if name == "rmtree" and path.startswith("step-")]
     later = [("fsync", "."), ("fsync", "latest.part"), ("replace", "latest.part"), ("fsync", "."), ("rmtree", old)]
     assert done[renamed + 1 :] == later
-
-
-# ---- several PEs ---------------------------------------------------------------------------------------------------
-
-
-class SumsOverPes(PlainEmbedding):
-    """Whole tables on every PE, whose gradients are summed over the PEs and divided by their number."""
-
-    def __init__(self) -> None:
-        super().__init__(ROWS, SIZES.dims, adagrad(0.05), seed=1)
-        self.optimizer.register_step_pre_hook(self._exchange)
-
-    def _exchange(self, *_: Any) -> None:
-        for table in self.parameters():
-            gradient = torch.zeros_like(table) if table.grad is None else table.grad.to_dense()
-            dist.all_reduce(gradient)
-            table.grad = gradient / dist.get_world_size()
-
-
-def run_on_pe(folder: str, resumes: bool) -> tuple[list[float], list[dict[str, float]], int, list[float]]:
-    with world_of("host", "gloo"):
-        training = training_of(301, 900, 60, embedding=SumsOverPes())
-        if resumes:
-            training.resume(Path(folder))
-        history = training.run(Plan(epochs=2 if resumes else 1, evaluate_every=4, folder=Path(folder)))
-        sums = [float(each.double().sum()) for each in training._model.state_dict().values()]
-        return history.losses, history.evaluations, training.step, sums
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("world", [2, 3])
-def test_several_pes_do_what_one_process_does(world: int, tmp_path: Path) -> None:
-    """Batches of 60, the last one of a sample: two or one of the PEs have none of it."""
-    expected = training_of(301, 900, 60)
-    history = expected.run(Plan(epochs=2, evaluate_every=4))
-    first = in_processes(run_on_pe, world, str(tmp_path), False, timeout=200)
-    assert {each[2] for each in first} == {6}
-    for losses, evaluations, steps, sums in in_processes(run_on_pe, world, str(tmp_path), True, timeout=200):
-        assert steps == 12 and losses == pytest.approx(history.losses, rel=2e-5)
-        by_step = {each["step"]: each for each in evaluations}
-        for each in history.evaluations:
-            assert by_step[each["step"]]["auc"] == pytest.approx(each["auc"], abs=2e-5)
-            assert by_step[each["step"]]["loss"] == pytest.approx(each["loss"], rel=2e-5)
-        of_one = [float(each.double().sum()) for each in expected._model.state_dict().values()]
-        assert sums == pytest.approx(of_one, rel=1e-3, abs=1e-4)
-
-
-# ---- the report ----------------------------------------------------------------------------------------------------
-
-
-def test_curves(tmp_path: Path) -> None:
-    losses = [0.7 / math.sqrt(step) for step in range(1, 101)]
-    evaluations = [{"step": step, "auc": 0.6 + step / 1000, "loss": 0.5} for step in (50, 100)]
-    path = tmp_path / "new" / "curves.png"
-    sizes = []
-    for history, best in ((History(losses, evaluations), 0.8), (History(losses), None), (History([0.7]), None)):
-        assert draw_if_possible(history, path, title="DLRM", best_auc=best)
-        with Image.open(path) as image:
-            assert image.format == "PNG" and image.size[0] > 1000
-        sizes.append(path.stat().st_size)
-    assert len(set(sizes)) == 3
-
-
-def test_without_matplotlib_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not draw_if_possible(History([0.7]), tmp_path / "curves.png", title="DLRM")
-    assert capsys.readouterr().err == "no curves: matplotlib is not installed (pip install 'persistent-ops[plot]')\n"
-    assert not list(tmp_path.iterdir())

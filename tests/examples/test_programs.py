@@ -1,7 +1,8 @@
-"""What the programs of launch/ share: how a run ends, and whose folder it writes to."""
+"""What the programs of launch/ share: what they refuse, how a run ends, and whose folder it writes to."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import signal
@@ -63,6 +64,56 @@ def test_what_goes_wrong_within_a_pe_keeps_its_traceback(monkeypatch: pytest.Mon
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(po.PeerTimeoutError):
         _raises(po.PeerTimeoutError("PE 1 is missing"))
+
+
+REFUSED = {
+    "decode_loop": {
+        "--model nowhere": "model must be one of tiny, 8B, 70B, 405B or a model folder, got 'nowhere'",
+        "--tokens 0": "tokens must be at least 1, got 0",
+        "--batch 17": "batch must be at most 16",
+        "--prompt a,b": "--prompt: expected whole numbers with commas, got 'a,b'",
+        "--prompt 1,259": "prompt: expected tokens from 0 to 258, got [1, 259]",
+        "--model 8B --reference": "reference needs weights that do not depend on the number of PEs",
+        "--pes 5": "tiny has 4 key and value heads, which 5 PEs cannot share; run it on at most 4",
+        "--cut 3": "cut: 4 key and value heads and a SwiGLU of 176 do not divide by 3",
+        "--cut 0": "cut must be at least 1, got 0",
+        "--layers 4": "layers: tiny has 3, got 4",
+        "--seed -1": "--seed: expected 0 to 4294967295, got -1",
+    },
+    "dlrm_train": {
+        "--batch 0": "batch must be at least 1, got 0",
+        "--replicated-rows -1": "replicated_rows must be at least 0, got -1",
+        "--learning-rate nan": "learning_rate must be above 0 and below infinity, got nan",
+        "--warmup-steps 5 --decay-steps 3": "decay_start must be at least warmup_steps, which is 5, got 0",
+        "--heap-gib 1e300": "heap_gib must be at most 1048576, got 1e+300",
+        "--format raw": "data: format raw takes a file (--data)",
+        "--data x": "data: format synthetic takes no file or folder",
+        "--format npy --data nowhere": "data: nowhere has neither",
+        "--format raw --data nowhere": "No such file or directory: 'nowhere'",
+        "--format criteo --data nowhere": "data: expected a file, got 'nowhere'",
+    },
+    "sparse_embedding_train": {
+        "--steps 0": "steps must be at least 1, got 0",
+        "--max-words 1": "max_words must be at least 2, got 1",
+        "--keep -1": "keep must be at least 0, got -1",
+        "--learning-rate nan": "learning_rate must be above 0 and below infinity, got nan",
+        "--text nowhere": "text: expected a file, or a folder",
+        "--max-bytes 10": "pass a longer text, a smaller --min-count, or more --max-bytes",
+        "--resume": "--resume: there is no checkpoint",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [(name, arguments) for name, refused in REFUSED.items() for arguments in refused]
+)
+def test_what_cannot_be_is_refused(
+    name: str, arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for what a program writes by default
+    assert importlib.import_module(name).main(["--backend", "host", *arguments.split()]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and REFUSED[name][arguments] in told and told.count("\n") == 1
 
 
 def test_a_run_that_takes_too_long_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

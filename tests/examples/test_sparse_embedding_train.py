@@ -432,24 +432,6 @@ def test_prints_records_draws_and_resumes(capsys: pytest.CaptureFixture[str], tm
     assert (output / "loss.png").read_bytes() != before
 
 
-REFUSED = {
-    "--steps 0": "steps must be at least 1, got 0",
-    "--max-words 1": "max_words must be at least 2, got 1",
-    "--keep -1": "keep must be at least 0, got -1",
-    "--learning-rate nan": "learning_rate must be above 0 and below infinity, got nan",
-    "--text nowhere": "text: expected a file, or a folder",
-    "--max-bytes 10": "pass a longer text, a smaller --min-count, or more --max-bytes",
-    "--resume": "--resume: there is no checkpoint",
-}
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_what_cannot_be_is_refused(arguments: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert sparse_embedding_train.main(command_of(tmp_path, "--pes", "1", *arguments.split())) == 2
-    assert REFUSED[arguments] in capsys.readouterr().err
-
-
 @pytest.mark.host
 def test_checkpoints_of_other_trainings_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command = command_of(tmp_path, "--pes", "1", "--check-steps", "0", "--overlap-steps", "0")
