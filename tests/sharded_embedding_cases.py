@@ -14,7 +14,19 @@ from torch.nn import functional as F
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement
 
-__all__ = ["CASES", "Batch", "Case", "PlainCollection", "Reference", "batch_of", "gradient_of", "samples_of"]
+__all__ = [
+    "CASES",
+    "Batch",
+    "Case",
+    "PlainCollection",
+    "Reference",
+    "batch_of",
+    "blocks_of",
+    "gradient_of",
+    "one_each",
+    "one_table",
+    "samples_of",
+]
 
 
 @dataclass(frozen=True)
@@ -254,6 +266,28 @@ class Reference:
                 tensor = self.tables[table.name]
                 with torch.no_grad():
                     tensor.copy_(tensor.to(table.data_type).float())
+
+
+def blocks_of(module: po.nn.ShardedEmbeddingBagCollection) -> dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]:
+    """Return this PE's blocks of every table and state, as they are now."""
+    named = dict(module.state_dict())
+    for of_table in module.optimizer.state_dict()["state"].values():
+        named |= of_table
+    return {
+        name: [(tuple(offsets), block.cpu().clone()) for offsets, block in shards.shards]
+        for name, shards in named.items()
+    }
+
+
+def one_table(placement: str = "table_wise", **options: Any) -> po.nn.ShardedEmbeddingBagCollection:
+    """Make a collection of one table; collective."""
+    config = TableConfig("a", 13, 8, ["x"])
+    return po.nn.ShardedEmbeddingBagCollection([config], max_batch=8, placement=placement, lr=0.5, **options)
+
+
+def one_each(*values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lookups of a sample each."""
+    return torch.tensor(values), torch.ones(len(values), dtype=torch.int64)
 
 
 class PlainCollection(torch.nn.Module):

@@ -29,6 +29,7 @@ __all__ = [
     "in_world",
     "init_with_impatient_kernels",
     "meet_in",
+    "message_of",
     "python_path",
     "run_pes",
     "told_later",
@@ -117,6 +118,15 @@ def error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
     except Exception as error:  # the test asserts which
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start
+
+
+def message_of(kind: type[BaseException], call: Callable[[], object]) -> str:
+    """Return what a call says that raises an error of a kind; another error is the caller's."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "nothing was raised"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from kept_pes import in_processes
 from torch.nn.parallel import DistributedDataParallel
-from worlds import world_of
+from worlds import message_of, world_of
 
 import persistent_ops as po
 from persistent_ops.nn import ddp
@@ -253,14 +253,6 @@ class Tables(torch.nn.Module):
 
 def rows_of(*rows: int) -> torch.Tensor:
     return torch.tensor(rows, device=po.device())
-
-
-def message_of(kind: type[BaseException], call: Callable[[], object]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def check_dense_bits() -> list[str]:
@@ -655,16 +647,3 @@ def test_what_is_missing_is_named(backend: str) -> None:
     without_world, without_group = in_processes(alone_program, 1, backend, timeout=120)[0]
     assert "persistent_ops is not initialized" in without_world
     assert "torch.distributed has no default process group" in without_group
-
-
-def test_ddp_refuses_unused_sparse_parameters_by_itself(backend: str) -> None:
-    """What allow_unused_sparse is for; if torch learns it, this says so."""
-    message = in_processes(refusal_program, 1, backend, timeout=120)[0]
-    assert "Expected sparse gradient to be defined" in message
-
-
-def refusal_program(backend: str) -> str:
-    with world_of(backend):
-        module = wrapped(Model(), find_unused_parameters=True)
-        loss = module(on_device({"offset": torch.ones(DIM)}))
-        return message_of(RuntimeError, loss.backward)

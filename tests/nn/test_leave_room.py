@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,29 +38,6 @@ UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
 
 # ---- room ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_wgs", "cluster", "finds_room"), [(124, 1, True), (125, 1, False), (124, 4, False)])
-def test_whoever_comes_first_finds_an_empty_sm(num_wgs: int, cluster: int, finds_room: bool) -> None:
-    """A WG of either, or a cluster of NCCL's, wants SMs for itself, those of a cluster side by side; the worst is met.
-
-    SMs lie in groups of 16 and 18, like an H200's in its GPCs, and WGs wherever a random scheduler puts them.
-    """
-    numbers = random.Random(1)
-    groups = [range(first, first + size) for first, size in ((0, 16), (16, 16), (32, 16), (48, 16), (64, 16))]
-    groups += [range(80, 98), range(98, 116), range(116, 132)]
-    always = True
-    for _ in range(100):
-        free = set(range(132))
-        waiting = [1] * num_wgs + [cluster] * (NUM_SMS // cluster)
-        numbers.shuffle(waiting)
-        for size in waiting:
-            places = [own for own in ([sm for sm in group if sm in free] for group in groups) if len(own) >= size]
-            if not places:
-                always = False
-                break
-            free -= set(numbers.sample(numbers.choice(places), size))
-    assert always == finds_room
 
 
 def test_what_is_resident_together_leaves_room() -> None:

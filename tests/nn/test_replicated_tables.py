@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kept_pes import in_processes
-from sharded_embedding_cases import CASES, Case, batch_of, gradient_of, samples_of
+from sharded_embedding_cases import CASES, Case, batch_of, blocks_of, gradient_of, samples_of
 from worlds import error_of, in_world, init_with_impatient_kernels, run_pes, world_of
 
 import persistent_ops as po
@@ -50,11 +50,8 @@ def test_sums_in_parts_of_bfloat16_are_those_of_float32() -> None:
 
 
 def _blocks(module: Any) -> dict[str, list[torch.Tensor]]:
-    """Return this PE's blocks of every table and state, as they are now."""
-    named = dict(module.state_dict())
-    for of_table in module.optimizer.state_dict()["state"].values():
-        named |= of_table
-    return {name: [block.cpu().clone() for _, block in shards.shards] for name, shards in named.items()}
+    """Return this PE's blocks of every table and state, as they are now, without their places."""
+    return {name: [block for _, block in blocks] for name, blocks in blocks_of(module).items()}
 
 
 def _step(module: Any, case: Case, step: int, gradient: torch.Tensor | None = None) -> torch.Tensor:
@@ -187,7 +184,7 @@ def _bad_on_one(placement: Any) -> list[Any]:
     return [*seen, torch.equal(good, ignoring) is (po.rank() == 0)]
 
 
-@pytest.mark.parametrize("placement", ["replicated", {"b": "replicated"}, {"c": "replicated"}])
+@pytest.mark.parametrize("placement", ["table_wise", "replicated", {"b": "replicated"}, {"c": "replicated"}])
 def test_bad_lookups_are_told_where_they_are(placement: Any) -> None:
     good, bad = in_world(_bad_on_one, 2, "host", placement)
     assert good == [("", ""), ("", ""), True]
@@ -237,24 +234,6 @@ def test_bad_lengths_are_those_of_an_owner(backend: str, lengths: list[int]) -> 
             assert torch.equal(one, other)
 
 
-def _called() -> dict[str, tuple[str, str]]:
-    module = replace(_SHARED, placement="replicated").make()
-    values, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
-    one = [("a", 10, 8, ["x"], "sum", torch.float16)]
-    tried = {
-        "dtype": lambda: module(values.float(), lengths),
-        "shape": lambda: module(values.view(1, 3), lengths),
-        "features": lambda: module(values, lengths[:2]),
-        "samples": lambda: module(values.repeat(30), lengths.repeat(30)),
-        "weights": lambda: module(values, lengths, per_sample_weights=values.float()),
-        "split": lambda: module(values, lengths, batch_per_rank=[2]),
-        "two PEs": lambda: module(values, lengths, batch_per_rank=[1, 1]),
-        "float16": lambda: po.nn.ShardedEmbeddingBagCollection(one, max_batch=4, placement="replicated"),
-        "twice": lambda: (result := module(values, lengths).sum(), result.backward(), result.backward()),
-    }
-    return {name: error_of(action)[:2] for name, action in tried.items()}
-
-
 def _in_another_world(placement: str) -> list[tuple[str, str]]:
     po.init("host", heap_size=64 << 20)
     module = replace(_SHARED, placement=placement).make()
@@ -273,24 +252,6 @@ def test_a_module_of_another_world_is_refused(placement: str) -> None:
     """Its gradients would be divided by the PEs of the world that it was made in."""
     for kind, told in _in_another_world(placement):
         assert kind == "RuntimeError" and "a world that has been left" in told
-
-
-def test_what_it_refuses() -> None:
-    (seen,) = in_world(_called, 1, "host")
-    wanted = {
-        "dtype": ("TypeError", "values: expected"),
-        "shape": ("ValueError", "values: expected a 1-D tensor on cpu, got 2-D"),
-        "features": ("ValueError", "F * B elements for F = 3"),
-        "samples": ("ValueError", "max_batch is 16"),
-        "weights": ("ValueError", "is_weighted"),
-        "split": ("ValueError", "batch_per_rank: entry 0 is 2, but lengths has 1 samples"),
-        "two PEs": ("ValueError", "batch_per_rank: expected 1 numbers of 0 to max_batch = 16, got [1, 1]"),
-        "float16": ("NotImplementedError", "a is float16"),
-        "twice": ("RuntimeError", "second"),
-    }
-    assert {*seen} == {*wanted}
-    for name, (kind, told) in wanted.items():
-        assert seen[name][0] == kind and told in seen[name][1], f"{name}: {seen[name]}"
 
 
 def _one_does_not_come(backend: str) -> list[Any]:

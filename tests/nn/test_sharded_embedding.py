@@ -152,36 +152,6 @@ def test_weights_that_require_a_gradient_where_none_is_recorded() -> None:
         assert name == "RuntimeError" and "changed since the forward pass" in text, text
 
 
-def _kept() -> list[Any]:
-    """Two forward passes ahead of their backward passes; a third one takes the first one's room."""
-    case = next(case for case in CASES if case.name == "mixed")
-    module = case.make()
-    first, second = (_run(module, case, step, knows_split=True) for step in (2, 3))
-    first.backward(gradient_of(case, po.rank(), 2))
-    second.backward(gradient_of(case, po.rank(), 3))
-    left = len(module._kept)
-    results = [_run(module, case, step, knows_split=True) for step in (2, 3, 4)]
-    before = {name: shards.clone() for name, shards in module.state_dict().items()}
-    with pytest.raises(RuntimeError, match="released"):
-        results[0].backward(gradient_of(case, po.rank(), 2))
-    same = all(
-        torch.equal(a, b)
-        for name, shards in module.state_dict().items()
-        for (_, a), (_, b) in zip(shards.shards, before[name].shards, strict=True)
-    )
-    for step in (4, 3):
-        results[step - 2].backward(gradient_of(case, po.rank(), step))
-    with torch.no_grad():
-        for step in (2, 3, 4):
-            _run(module, case, step, knows_split=True)
-    po.check()
-    return [left, same, len(module._kept)]
-
-
-def test_lookups_are_kept_until_the_backward_pass() -> None:
-    assert in_world(_kept, 2, "host") == [[0, True, 0]] * 2
-
-
 def _several_wait() -> list[Any]:
     """Four forward passes ahead of their backward passes, and the same one by one; where lookups were copied."""
     po.init("host", heap_size=64 << 20)

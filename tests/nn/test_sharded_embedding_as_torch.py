@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kept_pes import in_processes
-from sharded_embedding_cases import PlainCollection
+from sharded_embedding_cases import PlainCollection, one_each as _lookups, one_table as _module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from worlds import error_of, in_world, world_of
@@ -20,16 +20,6 @@ import persistent_ops as po
 from persistent_ops.nn import TablePlacement, sharded_table
 
 _PLACEMENTS = ("table_wise", "replicated")
-
-
-def _module(placement: str) -> po.nn.ShardedEmbeddingBagCollection:
-    config = po.nn.TableConfig("a", 13, 8, ["x"])
-    return po.nn.ShardedEmbeddingBagCollection([config], max_batch=8, placement=placement, lr=0.5)
-
-
-def _lookups(*values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return those of a sample each."""
-    return torch.tensor(values), torch.ones(len(values), dtype=torch.int64)
 
 
 # ---- under DistributedDataParallel -----------------------------------------------------------------------------------
@@ -58,6 +48,8 @@ def _under_ddp(compiles: bool) -> list[Any]:
         is_same = all(map(torch.equal, before, model[0].embedding_bags.parameters()))
         wrapped = DistributedDataParallel(model[0])
         wrapped(*_lookups(po.rank(), 5)).sum().backward()
+        trained = [name for name, each in model[0].named_parameters() if each.requires_grad]
+        is_same &= trained == ["projection.weight", "projection.bias"]
         gradient = model[0].projection.weight.grad.clone()
     return [is_same, gradient]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from kept_pes import in_processes
-from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of
+from sharded_embedding_cases import CASES, Case, Reference, batch_of, blocks_of, gradient_of
 from worlds import error_of, gave_up, in_world, init_with_impatient_kernels, world_of
 
 import persistent_ops as po
@@ -43,25 +43,13 @@ def _train(module: Any, case: Case, steps: range) -> None:
         module.optimizer.step()
 
 
-def _blocks(module: Any) -> dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]:
-    """Return this PE's blocks of every table and state."""
-    tables, optimizer = module.state_dict(), module.optimizer.state_dict()
-    named = dict(tables)
-    for of_table in optimizer["state"].values():
-        named |= of_table
-    return {
-        name: [(tuple(offsets), block.cpu().clone()) for offsets, block in shards.shards]
-        for name, shards in named.items()
-    }
-
-
 def _saved(backend: str, folder: str, case: Case, steps: int) -> dict[str, Any]:
     with world_of(backend, "gloo"):
         module = case.make(gradient_scale=1.0)
         _train(module, case, range(steps))
         po.check()
         dcp.save(_parts(module), checkpoint_id=folder)
-        blocks = _blocks(module)
+        blocks = blocks_of(module)
     return blocks
 
 
@@ -80,7 +68,7 @@ def _loaded(backend: str, folder: str, case: Case, more: int) -> Any:
         else:
             _train(module, case, range(_STEPS, _STEPS + more))
             po.check()
-        blocks = _blocks(module)
+        blocks = blocks_of(module)
     return problem or blocks
 
 
@@ -300,7 +288,7 @@ def _refused_whole() -> dict[str, tuple[str, bool]]:
             told = ""
         except (TypeError, ValueError) as error:
             told = str(error)
-        of_states = (blocks for name, blocks in _blocks(module).items() if name.endswith("momentum1"))
+        of_states = (blocks for name, blocks in blocks_of(module).items() if name.endswith("momentum1"))
         is_new = not any(bool(block.any()) for blocks in of_states for _, block in blocks)
         found[name] = told, is_new and module.optimizer.param_groups[0]["lr"] == 0.5
     for name, of_table in (("a list", [1.0]), ("meta", torch.ones(20, 8, device="meta"))):
@@ -360,14 +348,14 @@ def _saved_meanwhile(backend: str, folder: str) -> list[str]:
     with world_of(backend, "gloo"):
         module = case.make()
         _train(module, case, range(_STEPS))
-        before = _blocks(module)
+        before = blocks_of(module)
         dcp.async_save(_parts(module), checkpoint_id=folder).result()  # type: ignore[union-attr]
         _train(module, case, range(_STEPS, _STEPS + 1))
         parts = _parts(module)
         dcp.load(parts, checkpoint_id=folder)
         module.load_state_dict(parts["tables"])
         module.optimizer.load_state_dict(parts["optimizer"])
-        for name, blocks in _blocks(module).items():
+        for name, blocks in blocks_of(module).items():
             for (_, one), (_, other) in zip(blocks, before[name], strict=True):
                 problems += [name] if not torch.equal(one, other) else []
     return problems
@@ -417,22 +405,22 @@ def _in_memory() -> list[bool]:
     module = case.make()
     _train(module, case, range(2))
     kept = copy.deepcopy({"tables": module.state_dict(), "optimizer": module.optimizer.state_dict(prefix="m.")})
-    before = _blocks(module)
+    before = blocks_of(module)
     rate = kept["optimizer"]["param_groups"][0]["lr"]
     module.optimizer.param_groups[0]["lr"] = 7.0
     _train(module, case, range(2, 3))
-    again = _blocks(module)
+    again = blocks_of(module)
     module.load_state_dict(kept["tables"])
     module.optimizer.load_state_dict(kept["optimizer"], prefix="m.")
-    loaded = _blocks(module)
+    loaded = blocks_of(module)
     module.optimizer.param_groups[0]["lr"] = 7.0
     _train(module, case, range(2, 3))  # the count of steps has come back too, so these are the same bits
     whole = {name: torch.full(shards.shape, 2.0) for name, shards in module.state_dict().items()}
-    repeated = _blocks(module)
+    repeated = blocks_of(module)
     module.load_state_dict(kept["tables"])
     module.optimizer.load_state_dict({"state": kept["optimizer"]["state"], "param_groups": [{"step": 2}]}, prefix="m.")
     _train(module, case, range(2, 3))
-    counted = _blocks(module)
+    counted = blocks_of(module)
     module.load_state_dict(whole)
     filled = all(bool((block == 2).all()) for shards in module.state_dict().values() for _, block in shards.shards)
 
@@ -487,7 +475,7 @@ def _half_updated(backend: str, folder: Path, case: Case) -> dict[str, Any]:
         _train(module, case, range(1))
         po.check()
         dcp.save(_parts(module), checkpoint_id=str(folder / "good"))
-        good = _blocks(module)
+        good = blocks_of(module)
         batch = batch_of(case, po.rank(), 1)
         result = module(batch.values.to(po.device()), batch.lengths.to(po.device()))
         if po.rank() == 0:
@@ -510,7 +498,7 @@ def _half_updated(backend: str, folder: Path, case: Case) -> dict[str, Any]:
         module.load_state_dict(parts["tables"])
         module.optimizer.load_state_dict(parts["optimizer"])
         dcp.save(_parts(module), checkpoint_id=str(folder / "again"))
-        found = _blocks(module)
+        found = blocks_of(module)
         seen["same"] = all(
             torch.equal(mine, theirs) and at == there
             for name, of_pe in good.items()

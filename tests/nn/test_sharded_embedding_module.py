@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sharded_embedding_cases import CASES, Case, Reference, batch_of, gradient_of, samples_of
@@ -428,6 +429,11 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
     "seed": ({"seed": 1.5}, "ValueError", "seed: expected a whole number, got 1.5"),
     "optimizer": ({"optimizer": "lamb"}, "ValueError", "optimizer"),
     "wire": ({"wire_dtype": torch.float16}, "TypeError", "wire_dtype"),
+    "float16 replicas": (
+        {"tables": [("a", 10, 8, ["x"], "sum", torch.float16)], "placement": "replicated"},
+        "NotImplementedError",
+        "a is float16",
+    ),
     "wire of 16-bit tables": (
         {"tables": [("a", 2, 4, ["x"], "sum", torch.bfloat16)], "wire_dtype": torch.bfloat16},
         "TypeError",
@@ -451,8 +457,9 @@ def test_what_it_cannot_be_made_of() -> None:
         assert seen[name][0] == kind and told in seen[name][1], f"{name}: {seen[name]}"
 
 
-def _called() -> dict[str, tuple[str, str]]:
-    module = _SHARED.make()
+def _called(placement: str) -> list[str]:
+    """Return what is not refused as it should be."""
+    module, split = replace(_SHARED, placement=placement).make(), "batch_per_rank"
     values, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
     jagged = _jagged(_SHARED, 0, 0, [0, 1, 2])
     variable = _jagged(_SHARED, 0, 0, [0, 1, 2])
@@ -466,122 +473,83 @@ def _called() -> dict[str, tuple[str, str]]:
     factors = torch.ones(1, requires_grad=True)
     four = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
     trained = _Detaching(list("yxzw"), [four[0][:1]] * 4, [four[1][:1]] * 4, [factors] * 4)
-    tried = {
-        "variable": lambda: module(variable),
-        "values alone": lambda: module(values),
-        "a feature too few": lambda: module(jagged.permute([0, 1])),
-        "weights beside": lambda: module(jagged, per_sample_weights=values.float()),
-        "weights": lambda: module(values, lengths, per_sample_weights=values.float()),
-        "no weights": lambda: weighted(*four),
-        "a gradient that gets lost": lambda: weighted(trained),
-        "bad index": lambda: module(values + 1000, lengths),
-        "too many samples": lambda: module(values.repeat(30), lengths.repeat(30)),
-        "scaler": lambda: scaler.step(module.optimizer),
-        "closure": lambda: module.optimizer.step(lambda: 0.0),
-        "another group": lambda: module.optimizer.add_param_group({"params": [torch.zeros(1)]}),
-        "half": module.half,
-        "meta": lambda: torch.nn.Sequential(module).to("meta"),
-        "parallel": lambda: ignore_sharded_tables(model),
-        "sharded": lambda: type(module).from_collection(sharded, max_batch=4),
-        "twice": lambda: (result := module(values, lengths).sum(), result.backward(), result.backward()),
-    }
-    seen = {name: error_of(action)[:2] for name, action in tried.items()}
+
+    def twice() -> None:
+        result = module(values, lengths).sum()
+        result.backward()
+        result.backward()
+
+    tried = (
+        (lambda: module(variable), "NotImplementedError", "variable batch per feature"),
+        (lambda: module(values), "TypeError", "got Tensor alone"),
+        (lambda: module(jagged.permute([0, 1])), "ValueError", "lacks ['z']"),
+        (lambda: module([0, 2, 1], lengths), "TypeError", "values: expected a tensor, got list"),
+        (lambda: module(values.numpy(), lengths), "TypeError", "values: expected a tensor, got ndarray"),
+        (
+            lambda: module(values.repeat(2)[::2], lengths),
+            "ValueError",
+            "values: expected a contiguous tensor; pass",
+        ),
+        (lambda: module(values.float(), lengths), "TypeError", "values: expected"),
+        (lambda: module(values.view(1, 3), lengths), "ValueError", "values: expected a 1-D tensor on cpu, got 2-D"),
+        (lambda: module(values, lengths[:2]), "ValueError", "F * B elements for F = 3"),
+        (lambda: module(jagged, per_sample_weights=values.float()), "ValueError", "its own"),
+        (lambda: module(values, lengths, per_sample_weights=values.float()), "ValueError", "is_weighted"),
+        (
+            lambda: module(values, lengths, batch_per_rank=[2]),
+            "ValueError",
+            f"{split}: entry 0 is 2, but lengths has 1",
+        ),
+        (lambda: module(values, lengths, batch_per_rank=[1, 1]), "ValueError", f"{split}: expected 1 numbers of 0 to"),
+        (lambda: weighted(*four), "ValueError", "is_weighted"),
+        (lambda: weighted(trained), "NotImplementedError", "in the order ['x', 'y', 'z', 'w']"),
+        (lambda: module(values + 1000, lengths), "IndexError", "index 1000"),
+        (lambda: module(values.repeat(30), lengths.repeat(30)), "ValueError", "max_batch is 16"),
+        (lambda: scaler.step(module.optimizer), "NotImplementedError", "GradScaler"),
+        (lambda: module.optimizer.step(lambda: 0.0), "NotImplementedError", "closure"),
+        (lambda: module.optimizer.add_param_group({"params": [values]}), "NotImplementedError", "param_groups"),
+        (module.half, "NotImplementedError", "embedding_bags.a.weight"),
+        (lambda: torch.nn.Sequential(module).to("meta"), "NotImplementedError", "cannot become torch.float32 on meta"),
+        (lambda: ignore_sharded_tables(model), "NotImplementedError", "DistributedModelParallel"),
+        (lambda: module.from_collection(sharded, max_batch=4), "NotImplementedError", "ShardedEmbeddingBagCollection"),
+        (twice, "RuntimeError", "second"),
+    )
+    found = [(error_of(action)[:2], kind, told) for action, kind, told in tried]
     module.to(po.device()).float()
-    seen["after all that"] = (str(tuple(module(values, lengths).shape)), "")
-    return seen
+    assert module(values, lengths, batch_per_rank=[np.int64(1)]).shape == (1, 40), "after all that"
+    return [f"{seen}: expected {kind}, {told}" for seen, kind, told in found if seen[0] != kind or told not in seen[1]]
 
 
-def test_what_it_cannot_be_called_with() -> None:
-    wanted = {
-        "variable": ("NotImplementedError", "variable batch per feature"),
-        "values alone": ("TypeError", "got Tensor alone"),
-        "a feature too few": ("ValueError", "lacks ['z']"),
-        "weights beside": ("ValueError", "its own"),
-        "weights": ("ValueError", "is_weighted"),
-        "no weights": ("ValueError", "is_weighted"),
-        "a gradient that gets lost": ("NotImplementedError", "in the order ['x', 'y', 'z', 'w']"),
-        "bad index": ("IndexError", "index 1000"),
-        "too many samples": ("ValueError", "max_batch"),
-        "scaler": ("NotImplementedError", "GradScaler"),
-        "closure": ("NotImplementedError", "closure"),
-        "another group": ("NotImplementedError", "param_groups"),
-        "half": ("NotImplementedError", "embedding_bags.a.weight"),
-        "meta": ("NotImplementedError", "cannot become torch.float32 on meta"),
-        "parallel": ("NotImplementedError", "DistributedModelParallel"),
-        "sharded": ("NotImplementedError", "ShardedEmbeddingBagCollection"),
-        "twice": ("RuntimeError", ""),
-        "after all that": ("(1, 40)", ""),
-    }
-    (seen,) = in_world(_called, 1, "host")
-    assert set(seen) == set(wanted)
-    for name, (kind, told) in wanted.items():
-        assert seen[name][0] == kind and told in seen[name][1], f"{name}: {seen[name]}"
+@pytest.mark.parametrize("placement", ["table_wise", "replicated"])
+def test_what_it_cannot_be_called_with(placement: str) -> None:
+    assert in_world(_called, 1, "host", placement) == [[]]
 
 
-def _disagreed() -> list[Any]:
-    other = [("a", 10, 8, ["x"]), ("b", 5, 4 + 4 * po.rank(), ["y"])]
-    name, text, _ = error_of(lambda: po.nn.ShardedEmbeddingBagCollection(other, max_batch=4))
-    rate = error_of(lambda: po.nn.ShardedEmbeddingBagCollection(_PLAIN, max_batch=4, lr=0.1 * (1 + po.rank())))
-    module = _SHARED.make()
-    batch = batch_of(_SHARED, po.rank(), 0)
-    values, lengths = batch.values.to(po.device()), batch.lengths.to(po.device())
-    return [name, "the same on all PEs" in text, rate[0], list(module(values, lengths).shape)[1]]
-
-
-def test_pes_that_pass_different_tables(backend: str) -> None:
-    assert in_world(_disagreed, 2, backend) == [["ValueError", True, "ValueError", 40]] * 2
-
-
-def _disagreed_on_groups() -> list[str]:
-    """Tables and placements of which a PE makes more groups than the other, each with a collective part."""
-    a, b = po.nn.TableConfig("a", 10, 8, ["x"]), po.nn.TableConfig("b", 10, 8, ["x"], "mean")
-    is_first = po.rank() == 0
-    told = []
-    for tables, placement in (
-        ([a] if is_first else [a, b], "table_wise"),
-        ([a], "table_wise" if is_first else "replicated"),
-        ([a], "table_wise" if is_first else "auto"),
-    ):
-        told.append(error_of(functools.partial(_made, tables, placement))[0])
+def _disagreed() -> list[tuple[str, str]]:
+    """Make collections of which each PE is given something else, with other collective parts; then one alike."""
+    rank, is_first = po.rank(), po.rank() == 0
+    a, b = po.nn.TableConfig("a", 100, 8, ["x"]), po.nn.TableConfig("b", 100, 8, ["y"], "mean")
+    make = functools.partial(po.nn.ShardedEmbeddingBagCollection, max_batch=4)
+    lookups = 1e-3 if is_first else 1e5  # by which "auto" places tables differently
+    tried = (
+        lambda: make([a, ("b", 5, 4 + 4 * rank, ["y"])]),
+        lambda: make([a], lr=0.1 * (1 + rank)),
+        lambda: make([a] if is_first else [a, b]),
+        lambda: make([a], placement="table_wise" if is_first else "replicated"),
+        lambda: make([a], placement="table_wise" if is_first else "auto"),
+        lambda: make([a, b], placement="auto", lookups_per_sample=lookups),
+        lambda: make([a, b], placement="table_wise", lookups_per_sample=lookups),
+    )
+    told = [error_of(each)[:2] for each in tried]
+    batch = batch_of(_SHARED, rank, 0)
+    assert _SHARED.make()(batch.values.to(po.device()), batch.lengths.to(po.device())).shape[1] == 40
     return told
 
 
-def _made(tables: list[po.nn.TableConfig], placement: str, lookups: float = 1.0) -> None:
-    po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, placement=placement, lookups_per_sample=lookups)
-
-
-def _disagreed_on_lookups() -> list[str]:
-    """By which "auto" places tables differently, with other collective parts."""
-    tables = [po.nn.TableConfig("a", 100, 8, ["x"]), po.nn.TableConfig("b", 100, 8, ["y"], "mean")]
-    lookups = 1e5 if po.rank() else 1e-3
-    return [error_of(functools.partial(_made, tables, placement, lookups))[1] for placement in ("auto", "table_wise")]
-
-
-def test_pes_that_pass_other_numbers_of_lookups(backend: str) -> None:
-    for told in in_world(_disagreed_on_lookups, 2, backend):
-        assert all(text.startswith("max_batch, lookups_per_sample: expected the same") for text in told), told
-
-
-def test_pes_that_pass_tables_of_other_groups(backend: str) -> None:
-    assert in_world(_disagreed_on_groups, 2, backend) == [["ValueError"] * 3] * 2
-
-
-def _bad_on_one() -> list[Any]:
-    """One PE passes an index that no table has: it is told, and the peers get their results."""
-    module = _SHARED.make()
-    batch = batch_of(_SHARED, po.rank(), 0)
-    values = batch.values.clone()
-    if po.rank() == 1:
-        values[0] = 10_000
-    told = error_of(lambda: module(values, batch.lengths))[0]
-    wanted = Reference(_SHARED).forward(batch).detach()
-    with torch.no_grad():
-        again = module(batch.values, batch.lengths)
-    return [told, torch.allclose(again.cpu(), wanted, rtol=2e-5, atol=2e-5)]
-
-
-def test_a_bad_index_is_told_where_it_was_passed() -> None:
-    assert in_world(_bad_on_one, 3, "host") == [["", True], ["IndexError", True], ["", True]]
+def test_pes_that_pass_different_tables_or_numbers(backend: str) -> None:
+    for told in in_world(_disagreed, 2, backend):
+        assert [kind for kind, _ in told] == ["ValueError"] * 7 and "the same on all PEs" in told[0][1]
+        assert all(text.startswith("max_batch, lookups_per_sample: expected the same") for _, text in told[5:]), told
 
 
 # ---- lookups ahead ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Embedding collections in a training: DLRM beside one process, schedulers, DistributedDataParallel, checkpoints."""
+"""Embedding collections in a training: DLRM beside one process, schedulers, clamped gradients, loops."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from kept_pes import in_processes
 from sharded_embedding_cases import CASES, Reference, batch_of, gradient_of, samples_of
 from test_dlrm_training import HOTNESS, ROWS, SIZES, Plan, training_of
-from torch.nn.parallel import DistributedDataParallel
 from worlds import error_of, in_world, world_of
 
 import persistent_ops as po
-from persistent_ops.nn import TableConfig, TablePlacement, ignore_sharded_tables
+from persistent_ops.nn import TableConfig, TablePlacement
 from persistent_ops.runtime import world as po_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -83,7 +82,7 @@ def _whole_numbers(name: str) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("name", ["plain", "slices"])
+@pytest.mark.parametrize("name", ["plain", "slices", "replicated"])
 def test_whole_numbers_are_those_of_one_process_exactly(backend: str, name: str) -> None:
     found = in_world(_whole_numbers, 3, backend, name)
     assert all(map(all, found)) and sum(map(len, found)) > 30
@@ -216,48 +215,6 @@ def _clamped() -> list[bool]:
 def test_elements_of_gradients_are_clamped() -> None:
     found = in_world(_clamped, 2, "host")
     assert all(map(all, found)) and sum(map(len, found)) == 7
-
-
-# ---- under DistributedDataParallel -----------------------------------------------------------------------------------
-
-
-class _Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = torch.nn.ModuleList([_SHARED.make()])
-        self.top = torch.nn.Linear(sum(self.tables[0].embedding_dims), 1)  # type: ignore[arg-type]
-
-    def forward(self, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return self.top(self.tables[0](values, lengths))  # type: ignore[no-any-return]
-
-
-def _under_ddp() -> list[Any]:
-    with world_of("host", "gloo"):
-        torch.manual_seed(5)
-        model = _Model()
-        ignore_sharded_tables(model)
-        before = {name: shards.clone() for name, shards in model.tables[0].state_dict().items()}
-        ddp = DistributedDataParallel(model)
-        kept = all(
-            torch.equal(a, b)
-            for name, shards in model.tables[0].state_dict().items()
-            for (_, a), (_, b) in zip(shards.shards, before[name].shards, strict=True)
-        )
-        for step in range(3):
-            batch = batch_of(_SHARED, po.rank(), step)
-            (ddp(batch.values, batch.lengths).sum() / max(1, samples_of(po.rank(), step))).backward()
-            model.tables[0].optimizer.step()  # type: ignore[union-attr, operator]
-        gradient = model.top.weight.grad
-        assert gradient is not None
-        po.check()
-        return [kept, sorted(name for name, each in model.named_parameters() if each.requires_grad), gradient]
-
-
-@pytest.mark.host
-def test_ddp_leaves_tables_alone() -> None:
-    first, second = in_processes(_under_ddp, 2, timeout=200)
-    assert first[:2] == second[:2] == [True, ["top.bias", "top.weight"]]
-    assert torch.equal(first[2], second[2])
 
 
 # ---- steps that are not like the others ------------------------------------------------------------------------------

@@ -11,27 +11,16 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from kept_pes import in_processes
-from sharded_embedding_cases import PlainCollection
+from sharded_embedding_cases import PlainCollection, one_each as _lookups, one_table as _module
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from worlds import error_of, in_world, world_of
 
 import persistent_ops as po
 
 _PLACEMENTS = ("table_wise", "replicated")
-
-
-def _module(placement: str = "table_wise", **options: Any) -> po.nn.ShardedEmbeddingBagCollection:
-    config = po.nn.TableConfig("a", 13, 8, ["x"])
-    return po.nn.ShardedEmbeddingBagCollection([config], max_batch=8, placement=placement, lr=0.5, **options)
-
-
-def _lookups(*values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return those of a sample each."""
-    return torch.tensor(values), torch.ones(len(values), dtype=torch.int64)
 
 
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
@@ -320,17 +309,6 @@ def test_lookups_ahead_travel_beside_other_launches(placement: str) -> None:
     assert in_world(_beside, 2, "host", placement) == [[True] * 4] * 2
 
 
-def _three_wait() -> tuple[str, str]:
-    module = _module()
-    loss = torch.stack([module(*_lookups(row), batch_per_rank=[1]).sum() for row in range(3)]).sum()
-    return error_of(loss.backward)[:2]
-
-
-def test_a_third_forward_pass_that_waits_is_told_so() -> None:
-    ((kind, text),) = in_world(_three_wait, 1, "host")
-    assert kind == "RuntimeError" and "at most two may wait" in text and "call release()" not in text
-
-
 def _dropped(placement: str) -> list[Any]:
     """Send a batch ahead in a loop, drop what was sent last, and go on without it."""
     module = _module(placement)
@@ -364,30 +342,3 @@ def _refused_while_two_wait() -> list[Any]:
 
 def test_a_refused_call_takes_no_lookups_away() -> None:
     assert in_world(_refused_while_two_wait, 1, "host") == [["TypeError"]]
-
-
-# ---- inputs ----------------------------------------------------------------------------------------------------------
-
-
-def _given(placement: str) -> list[Any]:
-    module = _module(placement)
-    values, lengths = _lookups(0, 2)
-    calls: list[tuple[Any, Any]] = [
-        ([0, 2], lengths),
-        (values.numpy(), lengths),
-        (torch.tensor([0, 9, 2, 9])[::2], lengths),
-    ]
-    told = [error_of(lambda given=given: module(*given))[:2] for given in calls]
-    split = [np.int64(2)]
-    return [*told, list(module(values, lengths, batch_per_rank=split).shape)]
-
-
-@pytest.mark.parametrize("placement", _PLACEMENTS)
-def test_what_is_wrong_with_inputs_is_said(placement: str) -> None:
-    (told,) = in_world(_given, 1, "host", placement)
-    assert told == [
-        ("TypeError", "values: expected a tensor, got list"),
-        ("TypeError", "values: expected a tensor, got ndarray"),
-        ("ValueError", "values: expected a contiguous tensor; pass values.contiguous()"),
-        [2, 8],
-    ]
