@@ -171,7 +171,7 @@ class Sums(Trial):
                 rounded = total.double()
                 factor = torch.rsqrt(rounded.square().mean(-1, keepdim=True) + 1e-6)
                 right = rounded * factor * self.weight.double()
-                # A compiled peer norms the sum before it is rounded.
+                # A compiled baseline norms the sum before it is rounded.
                 bound = (1.0 if is_own(name) else 2.0) * 2.0**-8 * right.abs() + 1e-4
                 if not bool(((norm.double() - right).abs() <= bound).all()):
                     failures.append(f"{name}, farther from the fp64 norm than rounding explains")
@@ -286,7 +286,7 @@ class AllReduce(Experiment[str]):
 
     @classmethod
     def tables(cls, lines: Sequence[dict[str, Any]]) -> Iterable[Any]:
-        return method_tables(lines, "size", "size", f"bf16, rows of {WIDTH}", _peers_of)
+        return method_tables(lines, "size", "size", f"bf16, rows of {WIDTH}", _baselines_of)
 
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
@@ -308,7 +308,7 @@ class AllReduce(Experiment[str]):
                     axes.legend(fontsize=7)
 
 
-def _peers_of(row: dict[str, Any]) -> list[str]:
+def _baselines_of(row: dict[str, Any]) -> list[str]:
     """Return what a method of the operator is compared with: other libraries' of the same kind."""
     if not is_own(row["method"]):
         return []

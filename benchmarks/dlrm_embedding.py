@@ -45,7 +45,7 @@ LABELS = {
 }
 METHODS = tuple(LABELS)
 _OTHERS = ("fbgemm", "fbgemm_eager", "torch_eager")
-PEERS = {"fused": _OTHERS, "fused_eager": _OTHERS, "fused_ahead": _OTHERS}
+BASELINES = {"fused": _OTHERS, "fused_eager": _OTHERS, "fused_ahead": _OTHERS}
 PLACEMENTS = ("auto", "table_wise", "model")
 _MODEL_SLICES = {20: 4}  # of launch/dlrm_train.py: 100 of 214 lookups are in this table
 _QUICK_ROWS = 100_000
@@ -81,8 +81,8 @@ class DlrmEmbedding(Experiment[Case]):
     quick_help = f"few rounds, the first case, tables of at most {_QUICK_ROWS} rows"
     correct = (
         "correct: pooled rows, updated rows and states are what fp64 gives, at most {worst_share:.2g} of what rounding "
-        "explains away (the peers' {worst_share_of_peers:.2g}); the package leaves the same bits eager, ahead and in a "
-        "graph"
+        "explains away (the baselines' {worst_share_of_baselines:.2g}); the package leaves the same bits eager, ahead "
+        "and in a graph"
     )
     preparing = "ceilings"
     store_bytes: ClassVar[Mapping[str, int]] = {"cuda": 512 << 20, "host": 1 << 20}
@@ -92,7 +92,7 @@ class DlrmEmbedding(Experiment[Case]):
         parser.add_argument("--cases", help=f"comma-separated, of {','.join(CASES)} (default: all)")
         parser.add_argument("--max-rows", type=int, help="of a table (default: MLPerf's; quick, host fewer)")
         parser.add_argument("--batch", type=int, help="samples of the global batch (default 65536; host fewer)")
-        parser.add_argument("--placement", choices=PLACEMENTS, default="auto", help="of tables, the peers' too")
+        parser.add_argument("--placement", choices=PLACEMENTS, default="auto", help="of tables, also for the baselines")
         parser.add_argument("--replicated-rows", type=int, default=0, help="tables of at most so many are on every PE")
         parser.add_argument(
             "--beside", action="store_true", help="lookups ahead travel beside other launches, if it fits"
@@ -220,18 +220,18 @@ class DlrmEmbedding(Experiment[Case]):
             self._made = (case.of_tables, made)
             made.reset()
         step = self._made[1]
-        methods, peers = self._methods, {}
+        methods, baselines = self._methods, {}
         for name, make in (("fbgemm", self._fbgemm), ("torch", self._torch)):
             if not any(method.startswith(name) for method in methods):
                 continue
             embedding, problem = self.attempt(partial(make, case, step))
             if problem is None:
-                peers[name] = embedding
+                baselines[name] = embedding
             else:
                 methods = tuple(method for method in methods if not method.startswith(name))
                 self.write("left_out", what=f"{case.name}, {name}", problem=problem)
         is_beside = self.options.is_beside
-        return StepTrial(self.world, case, self._sizes, methods, step, peers, self.ceilings, is_beside=is_beside)
+        return StepTrial(self.world, case, self._sizes, methods, step, baselines, self.ceilings, is_beside=is_beside)
 
     def _fbgemm(self, case: Case, step: StepTables) -> FbgemmEmbedding:
         spread, _ = own_slots(step.layout, self.world.rank)
@@ -272,7 +272,7 @@ class DlrmEmbedding(Experiment[Case]):
 
     @classmethod
     def tables(cls, lines: Sequence[dict[str, Any]]) -> Iterable[Any]:
-        return tables(lines, PEERS)
+        return tables(lines, BASELINES)
 
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:

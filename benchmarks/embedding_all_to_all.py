@@ -26,7 +26,7 @@ from harness.check import bits_differ, poisoned, replay_differs
 from harness.command import names, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import draw_bars, figure, legend
-from harness.report import case_table, fastest, times_as_long
+from harness.report import SPEEDUP, case_table, fastest, times_as_long
 from harness.timing import Subject
 from harness.tuning import refusal, tuned
 from harness.world import chosen_backend
@@ -259,7 +259,7 @@ def _time_table(lines: Sequence[_Line], distribution: str, pes: int) -> Any:
         f"{distribution} indices, {pes_text(pes)}: time per call, sent per PE, and the limit of this run's ceilings"
         + (" and of those measured on 8x H200" if is_gpu else ""),
         ("config", "method"),
-        ("us", "p95", "MB sent", "x limit", *(("x H200's",) if is_gpu else ()), "x best\nunfused"),
+        ("us", "p95", "MB sent", "time /\nlimit", *(("time /\nH200's",) if is_gpu else ()), SPEEDUP),
         blocks,
     )
 

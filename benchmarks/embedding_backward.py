@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 
 import harness.experiment
 import torch
+from embedding.backward_baselines import Exchange, Fbgemm, TorchUpdate
 from embedding.backward_check import Reference, digest
 from embedding.backward_configs import CONFIGS, OPTIMIZERS, Case, Moved, backward_moves, forward_moves
 from embedding.backward_inputs import Touched, Training, count_touched, draw_gradient
 from embedding.backward_methods import OPERATOR, OurBackward
-from embedding.backward_peers import Exchange, Fbgemm, TorchUpdate
 from embedding.backward_report import draw_shares, tables
 from embedding.configs import Config
 from embedding.inputs import DISTRIBUTIONS, LookupSet, draw_lookups, num_sets
@@ -61,10 +61,13 @@ LABELS = {
     "exchange": "reorder + {collective} alone",
 }
 METHODS = tuple(LABELS)
-PEERS = {"fused": ("unfused_torch", "fbgemm", "fbgemm_eager"), "forward_backward": ("fbgemm_step", "fbgemm_step_eager")}
+BASELINES = {
+    "fused": ("unfused_torch", "fbgemm", "fbgemm_eager"),
+    "forward_backward": ("fbgemm_step", "fbgemm_step_eager"),
+}
 _OURS = ("fused", "fused_eager", "forward_backward", "kernel", "kernel_alone")
 _QUICK_ROWS = 20_000
-_SAMPLE = 16  # tables of which a peer's replay is compared
+_SAMPLE = 16  # tables of which the replay of a baseline is compared
 _ROOM_GROWTH = 1.5  # of the operator's areas
 
 
@@ -222,7 +225,7 @@ class Backward(Trial):
         worst = {True: 0.0, False: 0.0}
         for name in self.methods:
             if name in ("sort", "exchange"):
-                continue  # the kernel shows the one, the peers the other
+                continue  # the kernel shows the one, the baselines the other
             if f"{name}_eager" in self.methods:
                 continue  # the same calls; the graph is compared when it is there
 
@@ -239,7 +242,7 @@ class Backward(Trial):
         return {
             "sets": len(self._sets),
             "worst_share": worst[True],
-            "worst_share_of_peers": worst[False],
+            "worst_share_of_baselines": worst[False],
             "failures": failures,
         }
 
@@ -274,7 +277,7 @@ class Backward(Trial):
         The operator's methods must all leave the same bits; the first is compared with the reference.
         """
         is_ours, what = name in _OURS, f"{name}, " + ("a replay: " if is_replay else "")
-        states = self._ours.states if is_ours else self._peer_states()
+        states = self._ours.states if is_ours else self._baseline_states()
         self._training.reset(self._case.config, states)
         self._world.barrier()
         act()
@@ -294,7 +297,7 @@ class Backward(Trial):
         wrong = f"{what}{where} is {share:.3g} times as far from the fp64 reference as rounding explains"
         return ([] if share <= 1 else [wrong]), share
 
-    def _peer_states(self) -> list[torch.Tensor]:
+    def _baseline_states(self) -> list[torch.Tensor]:
         return [] if self._state is None else list(self._state.split(self._case.config.rows))
 
     # ---- what is told ------------------------------------------------------------------------------------------------
@@ -341,8 +344,8 @@ class EmbeddingBackward(Experiment[Case]):
     knobs: ClassVar = {"occupancy": ("work_groups", ()), "slice": ("slice_samples", (1, 2, 4, 8, 16, 32))}
     correct = (
         "correct: tables and states are what fp64 gives, at most {worst_share:.2g} of what rounding explains away (the "
-        "peers' {worst_share_of_peers:.2g}); the operator leaves the same bits with and without autograd, in graphs, "
-        "by its kernel alone and without the exchange"
+        "baselines' {worst_share_of_baselines:.2g}); the operator leaves the same bits with and without autograd, in "
+        "graphs, by its kernel alone and without the exchange"
     )
     preparing = "tables and ceilings"
     store_bytes: ClassVar[Mapping[str, int]] = {"cuda": 512 << 20, "host": 1 << 20}
@@ -438,7 +441,7 @@ class EmbeddingBackward(Experiment[Case]):
 
     @classmethod
     def tables(cls, lines: Sequence[dict[str, Any]]) -> Iterable[Any]:
-        return tables(lines, PEERS)
+        return tables(lines, BASELINES)
 
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:

@@ -20,7 +20,7 @@ from harness.check import replay_differs
 from harness.command import at_least, run_benchmark
 from harness.experiment import Experiment, Trial
 from harness.figures import draw_bars, figure, legend
-from harness.report import case_table, fastest, times_as_long
+from harness.report import SPEEDUP, case_table, fastest, times_as_long
 from harness.timing import Subject
 from harness.tuning import compile_together, refusal
 
@@ -204,9 +204,9 @@ class GemvAllReduce(Experiment[str]):
 
     def after_times(self, trial: Products, us: Mapping[str, float]) -> None:
         """Time single calls: of the operator, and of the fastest that it is compared with."""
-        peers = UNFUSED if self.world.size > 1 else ("cublas_alone",)
+        baselines = UNFUSED if self.world.size > 1 else ("cublas_alone",)
         names = [name for name in ("fused", "gemv_alone") if name in us]
-        names += sorted((name for name in us if name in peers), key=lambda name: us[name])[:1]
+        names += sorted((name for name in us if name in baselines), key=lambda name: us[name])[:1]
         replays = self.options.replays_on(self.backend)
         if replays and names:
             self.write_spread(trial, names, replays)
@@ -266,7 +266,7 @@ def _time_table(lines: Sequence[_Line], pes: int) -> Any:
     return case_table(
         pes_text(pes) if pes > 1 else "1 PE: nothing to exchange",
         ("M x K per PE", "method"),
-        ("us", "p95", "% of\nlimit", "x best\nunfused" if pes > 1 else "x cuBLAS", "single:\nmedian", "p99"),
+        ("us", "p95", "limit /\ntime", SPEEDUP if pes > 1 else "speedup\nover cuBLAS", "single:\nmedian", "p99"),
         blocks,
         caption="fastest product by cuBLAS, the one used: " + ", ".join(products) if products else None,
     )

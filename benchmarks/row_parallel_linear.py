@@ -34,7 +34,7 @@ LABELS = {
     "symm_two_shot": "{product} + symm_mem two-shot",
 }
 METHODS = tuple(LABELS)
-PEERS = METHODS[2:]
+BASELINES = METHODS[2:]
 LAYERS = ("8192x14336", "8192x4096", "4096x7168")  # out_features x this PE's in_features: of 70B and 8B on 2 GPUs
 VECTORS = (17, 32, 64, 128)
 
@@ -68,7 +68,7 @@ class Products(Trial):
         self._out = torch.empty(shape.vectors, shape.rows, dtype=DTYPE, device=device)
         self._symmetric = None if symmetric is None else symmetric[: self._out.numel()].view_as(self._out)
         found = [name for name in options.methods if "symm" not in name or symmetric is not None]
-        self.methods = tuple(name for name in found if world.size > 1 or name not in PEERS)
+        self.methods = tuple(name for name in found if world.size > 1 or name not in BASELINES)
 
     def calls(self, name: str) -> list[Callable[[], Any]]:
         return [functools.partial(self.run, name, number) for number in range(len(self.weights))]
@@ -168,7 +168,7 @@ class RowParallelLinear(Experiment[Shape]):
 
     @classmethod
     def tables(cls, lines: Sequence[dict[str, Any]]) -> Iterable[Any]:
-        return method_tables(lines, "shape", "layer", "bf16", lambda row: PEERS if row["method"] == "layer" else ())
+        return method_tables(lines, "shape", "layer", "bf16", lambda row: BASELINES if row["method"] == "layer" else ())
 
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:

@@ -149,7 +149,7 @@ def _backward_tables(run: Run) -> list[str]:
     """The backward pass with its parts and baselines; then both passes with theirs."""
     parts = {"fused": ("sort", "kernel", "kernel_alone", "exchange"), "forward_backward": ()}
     tables = []
-    for ours, baselines in embedding_backward.PEERS.items():
+    for ours, baselines in embedding_backward.BASELINES.items():
         methods = (ours, *parts[ours], *baselines)
         rows = []
         for distribution in unique(select(run.lines, "time"), "distribution"):
@@ -177,7 +177,7 @@ def _backward_tables(run: Run) -> list[str]:
 
 def _dlrm_embedding_tables(run: Run) -> list[str]:
     """Return the steps of all cases, and the phases of eager ones."""
-    methods, baselines = dlrm_embedding.METHODS, dlrm_embedding.PEERS["fused"]
+    methods, baselines = dlrm_embedding.METHODS, dlrm_embedding.BASELINES["fused"]
     ours = [name for name in methods if name not in baselines]
     rows = []
     for case, by_method in _by(run.lines, "case").items():
@@ -261,7 +261,7 @@ def _row_parallel_tables(run: Run) -> list[str]:
     rows = []
     for shape, by_method in _by(run.lines, "shape").items():
         limit, own = next(iter(by_method.values()))["limit_us"], by_method.get("layer")
-        best = _fastest(by_method, row_parallel_linear.PEERS)
+        best = _fastest(by_method, row_parallel_linear.BASELINES)
         times = [_us(by_method.get(name)) for name in methods]
         rows.append([f"`{shape}`", *times, us_text(limit), _times(best, own["us"] if own else None)])
     labels = [row_parallel_linear.LABELS[name].format(collective="NCCL", product="cuBLAS") for name in methods]
@@ -439,8 +439,8 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
         "gemv": (("gemv_alone",), ("cublas_alone",)),
         "all_reduce": (("auto",), _BASELINES_SUM),
         "all_reduce_rms_norm": (("norm_auto",), tuple(f"norm_{name}" for name in _BASELINES_SUM)),
-        "sparse_all_reduce": (_OURS_SPARSE, sparse.methods.PEERS),
-        _MODULE: (("fused",), dlrm_embedding.PEERS["fused"]),
+        "sparse_all_reduce": (_OURS_SPARSE, sparse.methods.BASELINES),
+        _MODULE: (("fused",), dlrm_embedding.BASELINES["fused"]),
     }[name]
     own, best = _fastest(by_method, ours), _fastest(by_method, baselines)
     if own is None or best is None:

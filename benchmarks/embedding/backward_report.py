@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.figures import draw_bars, figure, legend
-from harness.report import case_table, fastest, times_as_long
+from harness.report import SPEEDUP, case_table, fastest, times_as_long
 
 from persistent_ops.testing.record import select, unique, us_text
 
@@ -18,16 +18,16 @@ _CASE = ("config", "optimizer", "distribution")
 _PARTS = ("fused", "sort", "kernel", "kernel_alone", "exchange")
 
 
-def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterator[Any]:
+def tables(lines: Sequence[_Line], baselines: Mapping[str, Sequence[str]]) -> Iterator[Any]:
     """Yield, for every world, the methods of each case, and the parts of the operator's pass.
 
     Args:
         lines: of the record.
-        peers: by method of the operator, what it is compared with.
+        baselines: by method of the operator, what it is compared with.
     """
     for pes in unique(select(lines, "time"), "pes"):
         groups = _groups(lines, pes)
-        yield _time_table(groups, peers, pes)
+        yield _time_table(groups, baselines, pes)
         blocks = [(_heads(case), [cells]) for case, rows in groups.items() if (cells := _parts(rows))]
         if blocks:
             yield case_table(
@@ -67,7 +67,7 @@ def _heads(case: Sequence[str]) -> list[str]:
 
 
 def _time_table(
-    groups: Mapping[tuple[str, ...], Mapping[str, _Line]], peers: Mapping[str, Sequence[str]], pes: int
+    groups: Mapping[tuple[str, ...], Mapping[str, _Line]], baselines: Mapping[str, Sequence[str]], pes: int
 ) -> Any:
     blocks = []
     for case, rows in groups.items():
@@ -81,7 +81,7 @@ def _time_table(
                 _megabytes(row["memory_bytes"]),
                 _megabytes(row["sent_bytes"]),
                 *_share(row),
-                times_as_long(fastest(rows.values(), peers.get(row["method"], ())), row),
+                times_as_long(fastest(rows.values(), baselines.get(row["method"], ())), row),
             ]
             for row in rows.values()
         ]
@@ -89,7 +89,7 @@ def _time_table(
     return case_table(
         f"{pes} PEs: time per call, least bytes of HBM and NVLink per PE, and the bound at this run's ceilings",
         ("config, optimizer, indices", "method"),
-        ("us", "p95", "MB\nHBM", "MB\nsent", "bound", "share", "x best\npeer"),
+        ("us", "p95", "MB\nHBM", "MB\nsent", "bound", "share", SPEEDUP),
         blocks,
     )
 

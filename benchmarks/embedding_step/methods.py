@@ -17,7 +17,7 @@ from persistent_ops.testing.exchanged_embedding import ExchangedEmbedding, Known
 from .lookups import Batch
 from .tables import StepTables
 
-__all__ = ["PHASES", "Clock", "OurStep", "PeerStep", "Step"]
+__all__ = ["PHASES", "Clock", "OurStep", "BaselineStep", "Step"]
 
 PHASES = ("exchange", "forward", "sort", "backward")
 _Span = tuple[Any, Any]
@@ -178,7 +178,7 @@ def _inversions_on(clock: Clock) -> Iterator[None]:
             setattr(embedding_recorded_call, name, invert)
 
 
-class PeerStep(Step):
+class BaselineStep(Step):
     """The same tables, exchanged through torch.distributed.
 
     A graph has no host that could read how many lookups come: what a batch's first step has read is told again.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.figures import draw_bars, figure, legend
-from harness.report import case_table, fastest, times_as_long
+from harness.report import SPEEDUP, case_table, fastest, times_as_long
 
 from persistent_ops.testing.record import pes_text, select, unique, us_text
 
@@ -18,12 +18,12 @@ __all__ = ["draw_steps", "tables", "timed_by_case"]
 _Line = dict[str, Any]
 
 
-def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterator[Any]:
+def tables(lines: Sequence[_Line], baselines: Mapping[str, Sequence[str]]) -> Iterator[Any]:
     """Yield, for every world, where the tables lie, the methods of each case, and the phases of their steps.
 
     Args:
         lines: of the record.
-        peers: by method of the package, what it is compared with.
+        baselines: by method of the package, what it is compared with.
     """
     for line in select(lines, "library"):
         yield f"{line['name']} {line['version']}"
@@ -35,8 +35,11 @@ def tables(lines: Sequence[_Line], peers: Mapping[str, Sequence[str]]) -> Iterat
             f"{pes_text(pes)}: time per step, least bytes of HBM and NVLink of the PE with the most, and the bound at "
             "this run's ceilings",
             ("case", "method"),
-            ("us", "p95", "MB\nHBM", "MB\nsent", "bound", "share", "x best\npeer"),
-            [(_heads(case, rows), [_cells(row, rows, peers) for row in rows.values()]) for case, rows in cases.items()],
+            ("us", "p95", "MB\nHBM", "MB\nsent", "bound", "share", SPEEDUP),
+            [
+                (_heads(case, rows), [_cells(row, rows, baselines) for row in rows.values()])
+                for case, rows in cases.items()
+            ],
         )
         phases = {case: select(lines, "phases", pes=pes, case=case) for case in cases}
         blocks = [
@@ -73,11 +76,11 @@ def _heads(case: str, rows: Mapping[str, _Line]) -> list[str]:
     return [case, f"B {line['shape']['batch']}", f"{line['unique_rows'] / line['lookups']:.2f} of lookups are rows"]
 
 
-def _cells(row: _Line, rows: Mapping[str, _Line], peers: Mapping[str, Sequence[str]]) -> list[str]:
+def _cells(row: _Line, rows: Mapping[str, _Line], baselines: Mapping[str, Sequence[str]]) -> list[str]:
     times = [us_text(row["us"]), us_text(row["us_p95"])]
     moved = [f"{row['memory_bytes'] / 1e6:.3g}", f"{row['sent_bytes'] / 1e6:.3g}"]
     bound = [f"{us_text(row['limit_us'])} {row['limit_by']}", f"{row['limit_us'] / row['us']:.0%}"]
-    best = times_as_long(fastest(rows.values(), peers.get(row["method"], ())), row)
+    best = times_as_long(fastest(rows.values(), baselines.get(row["method"], ())), row)
     return [row["label"], *times, *moved, *bound, best]
 
 

@@ -19,7 +19,7 @@ from persistent_ops.testing.pes import agree, gather
 from .cases import Case, Sizes
 from .check import StepReference
 from .lookups import NUM_SETS, draw_batch, draw_step_gradient
-from .methods import PHASES, Clock, OurStep, PeerStep, Step
+from .methods import PHASES, BaselineStep, Clock, OurStep, Step
 from .moves import limit, step_moves
 from .tables import StepTables
 
@@ -34,7 +34,7 @@ class StepTrial(Trial):
         case, sizes: what is measured.
         methods: that are wanted, and can be had here.
         tables: with the package's collection.
-        peers: others with these tables, by the first word of methods' names.
+        baselines: others with these tables, by the first word of methods' names.
         ceilings: of this run.
         is_beside: whether lookups ahead travel beside other launches, where there is room.
     """
@@ -46,7 +46,7 @@ class StepTrial(Trial):
         sizes: Sizes,
         methods: Sequence[str],
         tables: StepTables,
-        peers: Mapping[str, Any],
+        baselines: Mapping[str, Any],
         ceilings: Ceilings,
         *,
         is_beside: bool,
@@ -68,7 +68,7 @@ class StepTrial(Trial):
             sizes, rank=world.rank, world_size=world.size, dtype=case.wire_dtype(), device=device
         )
         self._ours = OurStep(tables, self._batches, gradient)
-        self._peers = {name: PeerStep(each, self._batches, gradient) for name, each in peers.items()}
+        self._baselines = {name: BaselineStep(each, self._batches, gradient) for name, each in baselines.items()}
         self._reference = StepReference(world, case, sizes, tables, self._batches)
         moves = step_moves(world, case, sizes, tables, self._batches)
         limits = gather(limit(ceilings, moves)[0])
@@ -98,7 +98,7 @@ class StepTrial(Trial):
     # ---- methods -----------------------------------------------------------------------------------------------------
 
     def _step(self, name: str) -> Step:
-        return self._peers.get(name.split("_")[0], self._ours)
+        return self._baselines.get(name.split("_")[0], self._ours)
 
     def _is_ours(self, name: str) -> bool:
         return self._step(name) is self._ours
@@ -106,7 +106,7 @@ class StepTrial(Trial):
     def run(self, name: str, number: int) -> torch.Tensor:
         """Make a step by a method that has no graph of its own kind; return what was pooled."""
         step = self._step(name)
-        if isinstance(step, PeerStep) and not name.endswith("_eager"):
+        if isinstance(step, BaselineStep) and not name.endswith("_eager"):
             return step.run_told(number)
         return step.run(number)
 
@@ -145,7 +145,7 @@ class StepTrial(Trial):
                 runs_beside = self._world.agree_to_run_beside()
         return {
             "worst_share": worst[True],
-            "worst_share_of_peers": worst[False],
+            "worst_share_of_baselines": worst[False],
             "runs_beside": int(runs_beside),
             "failures": failures,
         }
@@ -174,7 +174,7 @@ class StepTrial(Trial):
         is_ours, what = self._is_ours(name), f"{name}, " + ("a replay: " if is_replay else "")
         step = self._step(name)
         self._tables.reset()
-        if isinstance(step, PeerStep):
+        if isinstance(step, BaselineStep):
             step.embedding.take_over(self._tables.collection)
         self._world.barrier()
         result, problem = _attempted(act)

@@ -14,8 +14,9 @@ from persistent_ops.testing.record import pes_text, select, unique, us_text
 if TYPE_CHECKING:
     from .experiment import Experiment
 
-__all__ = ["case_table", "fastest", "method_tables", "print_report", "print_tunings", "times_as_long"]
+__all__ = ["SPEEDUP", "case_table", "fastest", "method_tables", "print_report", "print_tunings", "times_as_long"]
 
+SPEEDUP = "speedup\nover best\nbaseline"  # header of what `times_as_long` returns: more is better
 _Line = dict[str, Any]
 _NAMING = ("kind", "pes", "shape", "tuning", "us", "problem", "h200_limit_us", "seconds_by_pe_and_round")
 _BEST = 12  # combinations of a Tuning that are shown
@@ -88,7 +89,7 @@ def case_table(
 
 
 def method_tables(
-    lines: Sequence[_Line], case_field: str, header: str, note: str, peers_of: Callable[[_Line], Sequence[str]]
+    lines: Sequence[_Line], case_field: str, header: str, note: str, baselines_of: Callable[[_Line], Sequence[str]]
 ) -> Iterable[Table]:
     """Return a table for each world: of each case the methods, their times, the limit, and how they compare.
 
@@ -96,20 +97,20 @@ def method_tables(
         lines: of the record.
         case_field: of the "time" lines, with the case's name.
         header: of the cases' column.
-        note: behind the number of PEs in the title.
-        peers_of: the methods that a line's is compared with; none for those that are not the operator's.
+        note: after the number of PEs in the title.
+        baselines_of: the methods that a line's is compared with; none for those that are not the operator's.
     """
 
     def cells(row: _Line, rows: Sequence[_Line]) -> list[str]:
         times = [us_text(row[name]) for name in ("us", "us_p95", "limit_us")]
-        return [row["label"], *times, times_as_long(fastest(rows, peers_of(row)), row)]
+        return [row["label"], *times, times_as_long(fastest(rows, baselines_of(row)), row)]
 
     for pes in unique(select(lines, "time"), "pes"):
         blocks = []
         for case in unique(select(lines, "time", pes=pes), case_field):
             rows = select(lines, "time", pes=pes, **{case_field: case})
             blocks.append(([case], [cells(row, rows) for row in rows]))
-        yield case_table(f"{pes_text(pes)}, {note}", (header, "method"), ("us", "p95", "limit", "x best other"), blocks)
+        yield case_table(f"{pes_text(pes)}, {note}", (header, "method"), ("us", "p95", "limit", SPEEDUP), blocks)
 
 
 def fastest(rows: Iterable[_Line], methods: Iterable[str]) -> _Line | None:

@@ -114,7 +114,7 @@ def difference(result: Result, expected: Reference, *, exactly: bool) -> tuple[l
 def check_methods(
     world: World, methods: Methods, chosen: Sequence[str], unions: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """Compare the operator's results of every input, and the peers' of the first one, with torch's; collective.
+    """Compare the operator's results of every input, and the baselines' of the first one, with torch's; collective.
 
     Args:
         world: of this PE.
@@ -123,7 +123,7 @@ def check_methods(
         unions: of the inputs.
 
     Returns:
-        The largest difference of a peer's value from the operator's order of additions, and "failures" on this PE.
+        The largest difference of a baseline's value from the operator's order of additions, and "failures" on this PE.
     """
     failures: list[str] = []
     largest = 0.0

@@ -12,7 +12,7 @@ from harness.report import fastest
 from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 from .cases import CASES
-from .methods import METHODS, PEERS
+from .methods import BASELINES, METHODS
 from .report import crossover, swept_lines
 
 __all__ = ["draw_figures"]
@@ -36,10 +36,10 @@ def _draw_cases(axes: Any, lines: Sequence[_Line], pes: int) -> None:
     times = select(lines, "time", group="cases", pes=pes)
     names = [name for name in CASES if select(times, "time", case=name)]
     rows = [select(times, "time", case=name) for name in names]
-    # What the others are divided by: the best peer; where there is none, the operator.
-    bases = [float((fastest(own, PEERS) or fastest(own, METHODS) or own[0])["us"]) for own in rows]
+    # What the others are divided by: the best baseline; where there is none, the operator.
+    bases = [float((fastest(own, BASELINES) or fastest(own, METHODS) or own[0])["us"]) for own in rows]
     series: dict[str, dict[int, float]] = {}
-    for method in ("auto", "into", *PEERS):
+    for method in ("auto", "into", *BASELINES):
         for place, (own, base) in enumerate(zip(rows, bases, strict=True)):
             for row in select(own, "time", method=method):
                 series.setdefault(row["label"], {})[place] = row["us"] / base
@@ -51,7 +51,7 @@ def _draw_cases(axes: Any, lines: Sequence[_Line], pes: int) -> None:
             if case[limit] is not None:
                 axes.hlines(case[limit] / base, place - 0.45, place + 0.45, "black", style)
     axes.set_yscale("log")
-    axes.set_ylabel("time / best peer")
+    axes.set_ylabel("time / best baseline")
     axes.set_title(
         f"Sparse all-reduce, fp32, {pes_text(pes)} (dotted: limit of the hardware; dashed: without multicast)"
     )
@@ -101,7 +101,7 @@ def _draw_lines(axes: Any, points: Sequence[tuple[_Line, dict[str, _Line]]]) -> 
             marker=_MARKERS[number % len(_MARKERS)],
             markersize=4,
             linewidth=1.2,
-            linestyle="--" if method in PEERS else "-",
+            linestyle="--" if method in BASELINES else "-",
             label=found[0][1]["label"],
         )
     for limit, style, label in (("limit_us", "dotted", "limit"), ("unicast_us", "dashdot", "limit without multicast")):

@@ -21,7 +21,7 @@ __all__ = [
     "LABELS",
     "METHODS",
     "OURS",
-    "PEERS",
+    "BASELINES",
     "SCHEMES",
     "SWEPT",
     "Methods",
@@ -47,7 +47,7 @@ METHODS = tuple(LABELS)
 EAGER = {"auto": "auto", "owner": "owner", "allgather": "allgather", "dense": "dense"}
 INTO = {"into": "auto", "into_owner": "owner", "into_allgather": "allgather"}
 OURS = (*EAGER, *INTO)
-PEERS = tuple(name for name in METHODS if name not in OURS)
+BASELINES = tuple(name for name in METHODS if name not in OURS)
 GRAPHS = (*INTO, "dense_reduce", "gather_add_graph", "union_reduce_graph")  # these never wait for the host
 SWEPT = ("auto", "owner", "allgather", "dense", "into", "dense_reduce", "gather_add", "union_reduce")
 

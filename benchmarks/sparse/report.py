@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness.report import case_table, fastest, times_as_long
+from harness.report import SPEEDUP, case_table, fastest, times_as_long
 from rich.table import Table
 
 from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 from .cases import CASES, SWEEPS
-from .methods import OURS, PEERS
+from .methods import BASELINES, OURS
 
 __all__ = ["crossover", "swept_lines", "tables"]
 
@@ -39,7 +39,8 @@ def tables(lines: Sequence[_Line]) -> Iterator[Any]:
                 "us: of a call among others. p99: of calls timed one by one, with an event after each. limit: the rows "
                 "to which other PEs contribute (lacked), over the store ceiling. unicast: m + P - 2 messages for a row "
                 "with m contributors, over P PEs; without multicast nothing needs less. MB sent: values, on average. "
-                "mem: peak of input, result and all else, over input and result. x best peer: its time over this one's."
+                "mem: peak of input, result and all else, over input and result. speedup: time of the best baseline "
+                "over this one."
             )
         yield from _phases_table(lines, pes)
         for sweep in SWEEPS:
@@ -65,10 +66,10 @@ def _case_table(lines: Sequence[_Line], pes: int) -> Any:
         if rows:
             (case,) = select(lines, "case", pes=pes, group="cases", case=name)
             skipped = select(lines, "skipped", pes=pes, group="cases", case=name)
-            best = fastest(rows, PEERS)
+            best = fastest(rows, BASELINES)
             cells = [[row["label"], *_cells(lines, row, case, best)] for row in rows]
             blocks.append(([name, *_summary(case)], cells + [[line["label"], "skipped"] for line in skipped]))
-    columns = ("us", "p99", "x\nlimit", "x uni-\ncast", "MB\nsent", "mem", "x best\npeer")
+    columns = ("us", "p99", "time /\nlimit", "time /\nunicast", "MB\nsent", "mem", SPEEDUP)
     return case_table(pes_text(pes), ("rows x width, rows per PE", "method"), columns, blocks)
 
 

@@ -189,7 +189,7 @@ class Options:
         if self.is_captured and self.compare_steps and self.schedule != Schedule():
             raise ValueError("--graph: FBGEMM reads its rate on the host; leave out --graph, --compare or the schedule")
         if self.beside_nccl == "room" and self.compare_steps:
-            raise ValueError("--beside-nccl: a comparison's peers have NCCL as it is; leave out room or --compare")
+            raise ValueError("--beside-nccl: baselines of --compare use NCCL's defaults; leave out room or --compare")
         if (self.data is None) != (self.format == "synthetic"):
             raise ValueError(f"data: format {self.format} takes {_TAKEN[self.format]} (--data)")
 

@@ -49,7 +49,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     assert unique["zipf"] < unique["uniform"] < times[0]["lookups"]
     for check in lines_of(tmp_path, "check"):
         assert check["failures"] == [] and check["sets"] == 3
-        assert 0 < check["worst_share"] <= 1 and 0 < check["worst_share_of_peers"] <= 1
+        assert 0 < check["worst_share"] <= 1 and 0 < check["worst_share_of_baselines"] <= 1
     assert (tmp_path / "embedding_backward.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "correct" in printed and "share" in printed and "hidden" in printed and "update" in printed
@@ -86,7 +86,7 @@ def test_every_optimizer_and_16_bits_are_right(arguments: tuple[str, ...], optim
     assert [line["optimizer"] for line in checks] == optimizers.split(",")
     assert all(line["failures"] == [] for line in checks)
     # Sums in fp32 that are rounded to 16 bits can be those of fp64; torch's sums are rounded to 16 bits before that.
-    assert all(0 <= line["worst_share"] <= 1 and 0 < line["worst_share_of_peers"] <= 1 for line in checks)
+    assert all(0 <= line["worst_share"] <= 1 and 0 < line["worst_share_of_baselines"] <= 1 for line in checks)
 
 
 def test_fbgemm_agrees(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_fbgemm_agrees(tmp_path: Path) -> None:
         arguments = (*config, "--optimizers", optimizers, "--methods", ",".join(methods))
         assert run(*arguments, "--pes", pes, "--out", str(tmp_path)) == 0
         assert sorted({line["method"] for line in lines_of(tmp_path, "time")}) == sorted(methods)
-        assert all(0 < line["worst_share_of_peers"] <= 1 for line in lines_of(tmp_path, "check"))
+        assert all(0 < line["worst_share_of_baselines"] <= 1 for line in lines_of(tmp_path, "check"))
 
 
 # ---- what is wrong ---------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _other_state(right: Callable[..., None]) -> Callable[..., None]:
         ("backward_methods.OurBackward.backward", _other_state, "fused", "state of table 2"),
         ("backward_methods.OurBackward.forward_backward", _twice, "forward_backward", "forward_backward, other bits"),
         ("backward_methods.OurBackward.kernel_alone", _nothing, "kernel_alone", "kernel_alone, other bits"),
-        ("backward_peers.TorchUpdate._step", _twice, "unfused_torch", "unfused_torch, "),
+        ("backward_baselines.TorchUpdate._step", _twice, "unfused_torch", "unfused_torch, "),
     ],
 )
 def test_a_wrong_result_gives_exit_code_1_and_no_figure(
@@ -173,7 +173,9 @@ def test_a_wrong_result_gives_exit_code_1_and_no_figure(
 def test_what_of_fbgemm_cannot_be_captured_is_left_out_and_its_eager_calls_are_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, peers = (importlib.import_module(name) for name in ("embedding_backward", "embedding.backward_peers"))
+    module, baselines = (
+        importlib.import_module(name) for name in ("embedding_backward", "embedding.backward_baselines")
+    )
 
     class Stand:
         """In the place of FBGEMM, which need not be installed."""
@@ -182,7 +184,7 @@ def test_what_of_fbgemm_cannot_be_captured_is_left_out_and_its_eager_calls_are_t
 
         def __init__(self, config: Any, optimizer: str, storage: torch.Tensor, sets: Any, *, is_gpu: bool) -> None:
             self.state = torch.zeros(len(storage))
-            self._update = peers.TorchUpdate(config, optimizer, storage, self.state, sets)
+            self._update = baselines.TorchUpdate(config, optimizer, storage, self.state, sets)
 
         def backward(self, received: torch.Tensor, number: int) -> None:
             self._update.update(received, number)
