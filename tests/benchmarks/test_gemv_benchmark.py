@@ -155,11 +155,10 @@ def test_an_unfused_method_that_drops_work_gives_exit_code_1(tmp_path: Path, mon
 @pytest.mark.parametrize(("pes", "method"), [(1, "gemv_alone"), (2, "fused")])
 def test_a_timeline_has_what_the_operator_is_in_a_world(tmp_path: Path, pes: int, method: str) -> None:
     assert run("--trace", "--pes", str(pes), "--rounds", "2", "--out", str(tmp_path)) == 0
-    name = "gemv_all_reduce_timeline"
-    assert [(line["method"], line["pe"]) for line in lines_of(tmp_path, "timeline", name)] == [
+    assert [(line["method"], line["pe"]) for line in lines_of(tmp_path, "timeline", of="timeline")] == [
         (method, pe) for pe in range(pes)
     ]
-    assert [line["method"] for line in lines_of(tmp_path, "tracing_cost", name)] == [method]
+    assert [line["method"] for line in lines_of(tmp_path, "tracing_cost", of="timeline")] == [method]
 
 
 def test_tuning_reports_what_is_refused(
