@@ -1,15 +1,13 @@
-"""all_reduce and all_reduce_rms_norm: exact bits in every world, faults and recovery, arguments, torch.
+"""all_reduce and all_reduce_rms_norm: exact bits in every world, faults and recovery, arguments.
 
-Graphs are in test_all_reduce_graphs.py, places of packets in test_all_reduce_places.py, the protocol under
-ThreadSanitizer in test_all_reduce_sanitizer.py.
+Torch is in test_forward_only.py, graphs are in test_all_reduce_graphs.py, places of packets in
+test_all_reduce_places.py, the protocol under ThreadSanitizer in test_all_reduce_sanitizer.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -23,21 +21,20 @@ from all_reduce_cases import (
     AllReduceTrial,
     Case,
     Inputs,
-    call,
     make_inputs,
     norm_model,
     problem_of,
     sum_model,
 )
-from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, difference
+from arguments import Arguments, ArgumentSuite, Function, Wrong, given_as
+from bits import BitsSuite, CaseWorld, difference
 from protocol import Mismatch, ProtocolSuite, Work
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch_checks import assert_schemas, opcheck_problems
-from worlds import TRANSPORTS, error_of, in_world, run_pes
+from worlds import error_of, in_world, run_pes
 
 import persistent_ops as po
 from persistent_ops.ops.all_reduce import reference
 from persistent_ops.ops.all_reduce_plan import FLOAT8, OPERATOR, SWITCH_POINTS, Tuning, choose_algorithm
+from persistent_ops.runtime.tensor_specs import TensorSpec, TensorSpecs
 
 MB = 1 << 20
 
@@ -184,44 +181,9 @@ def test_switch_points_are_a_table() -> None:
     assert choose_algorithm(4, 1 << 10, Tuning(one_shot_bytes=0, two_shot_bytes=0), norms=True) == "slices"
 
 
-# ---- late PEs, faults, recovery --------------------------------------------------------------------------------------
+# ---- faults, recovery ------------------------------------------------------------------------------------------------
 
 _CASE = Case("protocol", (6, 700), norms=True)
-
-
-def _turns(backend: str, options: dict[str, Any]) -> list[str]:
-    """PEs that are late in turn; shapes, algorithms and operators in a mixed order on one workspace."""
-    po.init(backend, operator_timeout=30.0, heap_size=32 * MB, **options)
-    problems = []
-    cases = [_CASE, Case("turns: flat", (3001,), torch.float16), Case("turns: wide", (2, 4000), norms=True), CASES[1]]
-    order = torch.Generator().manual_seed(3)  # the same on all PEs
-    table = torch.arange(32.0, device=po.device()).view(8, 4)
-    for turn in range(40):
-        kind, which = (int(torch.randint(most, (), generator=order)) for most in (len(cases) + 2, 3))
-        if turn % 7 == po.rank():
-            time.sleep(0.02)
-        if kind == len(cases):
-            po.barrier()
-        elif kind > len(cases):
-            with torch.no_grad():
-                po.gemv_all_reduce(table, table[0])
-                po.embedding_all_to_all(
-                    [table], torch.arange(6, device=po.device()), torch.arange(7, device=po.device())
-                )
-        else:
-            inputs = make_inputs(cases[kind], po.world_size(), turn % NUM_ITERATIONS)
-            found = difference(
-                call(cases[kind], inputs, turn % NUM_ITERATIONS, ALGORITHMS[which])[0], sum_model(inputs)
-            )
-            problems += [f"turn {turn}: {found}"] if found else []
-    po.check()
-    po.finalize()
-    return problems
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_shapes_and_operators_in_turn(backend: str, options: dict[str, Any]) -> None:
-    assert run_pes(_turns, 3, backend, options, timeout=120) == [[]] * 3
 
 
 def _other(act: Callable[[torch.Tensor], object], *told: str) -> Mismatch:
@@ -331,148 +293,141 @@ def _good(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape or (3, 8), dtype=dtype, device=po.device())
 
 
-def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.stack([tensor, tensor], -1)[..., 0]
-
-
 def _part(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two tensors of [3, 8], the second one `count` elements behind the first."""
     room = _good(24 + count)
     return room[:24].view(3, 8), room[count:].view(3, 8)
 
 
-_X, _W = "x", "weight"
-# name: (arguments that differ from good ones, exception, text); those with a weight are for all_reduce_rms_norm.
-WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
-    "x is a list": (lambda: {_X: [1.0]}, TypeError, "x: expected a tensor, got list"),
-    "x of int64": (
-        lambda: {_X: _good().long()},
-        TypeError,
-        "x: expected float32, float16 or bfloat16, got torch.int64",
-    ),
-    "x with gaps": (
-        lambda: {_X: _spread(_good())},
-        ValueError,
-        r"x: expected a contiguous tensor, got strides \(16, 2",
-    ),
-    "x sparse": (
-        lambda: {_X: _good().to_sparse()},
-        TypeError,
-        "x: expected a plain dense tensor, got layout torch.sparse_coo",
-    ),
-    "x compressed": (
-        lambda: {_X: _good().to_sparse_csr()},
-        TypeError,
-        "x: expected a plain dense tensor, got layout torch.sparse_csr",
-    ),
-    "x on meta": (
-        lambda: {_X: _good().to("meta")},
-        ValueError,
-        "x: expected a tensor on (cpu|cuda:.), got one on meta",
-    ),
-    "scalar with bias": (
-        lambda: {_X: _good(1)[0], "bias": _good(1)},
-        ValueError,
-        r"bias: expected shape \[D\], got \[1\]",
-    ),
-    "residual is a number": (lambda: {"residual": 1.0}, TypeError, "residual: expected a tensor, got float"),
-    "residual dtype": (lambda: {"residual": _good().half()}, TypeError, "residual: expected x's dtype torch.float32"),
-    "residual shape": (
-        lambda: {"residual": _good(3, 7)},
-        ValueError,
-        r"residual: expected shape \[3, 8\], got \[3, 7\]",
-    ),
-    "bias shape": (lambda: {"bias": _good(3)}, ValueError, r"bias: expected shape \[8\], got \[3\]"),
-    "bias dtype": (lambda: {"bias": _good(8).double()}, TypeError, "bias: expected x's dtype"),
-    "out shape": (lambda: {"out": _good(8, 3)}, ValueError, r"out: expected shape \[3, 8\], got \[8, 3\]"),
-    "out dtype": (lambda: {"out": _good().half()}, TypeError, "out: expected x's dtype"),
-    "out with gaps": (lambda: {"out": _spread(_good())}, ValueError, "out: expected a contiguous tensor"),
-    "out overlaps x": (lambda: dict(zip((_X, "out"), _part(4), strict=True)), ValueError, "out: expected x itself or"),
-    "out overlaps residual": (
-        lambda: dict(zip(("residual", "out"), _part(23), strict=True)),
-        ValueError,
-        "out: expected residual itself or memory apart from residual",
-    ),
-    "out is bias": (lambda: {_X: (b := _good(8)) + 1, "bias": b, "out": b}, ValueError, "out: expected memory apart"),
-    "out in scale": (
-        lambda: {_W: _good(8), "out": (o := _good()), "scale": o[1, 2:3]},
-        ValueError,
-        "out: expected memory apart from scale",
-    ),
-    "norm_out in scale": (
-        lambda: {_W: _good(8), "scale": (s := _good())[2, :1], "norm_out": s.view(-1).view(FLOAT8)[60:84].view(3, 8)},
-        ValueError,
-        "norm_out: expected memory apart from scale",
-    ),
-    "algorithm": (lambda: {"algorithm": "ring"}, ValueError, "algorithm: expected one of 'auto', 'one_shot', .*'ring'"),
-    "weight is None": (lambda: {_W: None}, TypeError, "weight: expected a tensor, got NoneType"),
-    "weight shape": (lambda: {_W: _good(3)}, ValueError, r"weight: expected shape \[8\], got \[3\]"),
-    "weight dtype": (lambda: {_W: _good(8).half()}, TypeError, "weight: expected x's dtype torch.float32"),
-    "negative eps": (lambda: {_W: _good(8), "eps": -1.0}, ValueError, "eps: expected a number of at least 0"),
-    "eps is NaN": (lambda: {_W: _good(8), "eps": float("nan")}, ValueError, "eps: expected a number"),
-    "eps is none": (lambda: {_W: _good(8), "eps": "small"}, TypeError, "eps: expected a number, got 'small'"),
-    "large weight_bias": (lambda: {_W: _good(8), "weight_bias": 1e300}, ValueError, "weight_bias: expected a finite"),
-    "weight_bias": (lambda: {_W: _good(8), "weight_bias": float("inf")}, ValueError, "weight_bias: expected a finite"),
-    "norm_out shape": (lambda: {_W: _good(8), "norm_out": _good(8)}, ValueError, r"norm_out: expected shape \[3, 8\]"),
-    "norm_out dtype": (lambda: {_W: _good(8), "norm_out": _good().half()}, TypeError, "norm_out: expected x's dtype"),
-    "float8 without scale": (
-        lambda: {_W: _good(8), "norm_out": _good().to(FLOAT8)},
-        ValueError,
-        "scale: expected a float32 tensor for a norm_out of torch.float8_e4m3fn",
-    ),
-    "scale without float8": (
-        lambda: {_W: _good(8), "norm_out": _good(), "scale": _good(1)},
-        TypeError,
-        "norm_out: expected torch.float8_e4m3fn where scale is given",
-    ),
-    "scale shape": (
-        lambda: {_W: _good(8), "scale": _good(2)},
-        ValueError,
-        r"scale: expected one element, got shape \[2\]",
-    ),
-    "scale dtype": (lambda: {_W: _good(8), "scale": _good(1).half()}, TypeError, "scale: expected float32"),
-    "norm_out is out": (
-        lambda: {_W: _good(8), "out": (o := _good()), "norm_out": o},
-        ValueError,
-        "norm_out: expected memory apart from out",
-    ),
-    "float8 norm_out in x": (
-        lambda: {
-            _W: _good(8),
-            _X: (x := _good()),
-            "norm_out": x.view(-1).view(FLOAT8)[:24].view(3, 8),
-            "scale": _good(1),
-        },
-        ValueError,
-        "norm_out: expected x itself or memory apart from x",
-    ),
-}
+def _given(*names: str) -> dict[str, Any]:
+    return {name: _good(8) if name in ("weight", "bias") else _good() for name in names}
 
 
-def _call_with(arguments: dict[str, Any]) -> None:
-    given = {_X: _good(), **arguments}
-    if _W in given or given.keys() & {"eps", "weight_bias", "norm_out", "scale"}:
-        po.all_reduce_rms_norm(given.pop(_X), given.pop(_W), **given)
-    else:
-        po.all_reduce(given.pop(_X), **given)
+_TENSORS = (
+    TensorSpec("x", "... D?"),
+    TensorSpec("weight", "D", "x"),
+    TensorSpec("residual", "... D?", "x"),
+    TensorSpec("bias", "D", "x"),
+    TensorSpec("out", "... D?", "x"),
+    TensorSpec("norm_out", "... D?", (*DTYPES, FLOAT8)),
+    TensorSpec("scale", "one", (torch.float32,)),
+)
 
 
-def _wrong_calls() -> dict[str, tuple[str, str, float]]:
-    outcomes = {name: error_of(lambda make=make: _call_with(make())) for name, (make, _, _) in WRONG.items()}
-    assert torch.equal(po.all_reduce(_good()).cpu(), torch.ones(3, 8)), "the world has suffered"
-    return outcomes
+def _declared(*names: str) -> TensorSpecs:
+    return TensorSpecs(*(spec for spec in _TENSORS if spec.name in names))
 
 
-@functools.cache
-def _outcomes(backend: str) -> dict[str, tuple[str, str, float]]:
-    return in_world(_wrong_calls, 1, backend)[0]  # type: ignore[no-any-return]
+def _is_sum(given: dict[str, Any], result: Any) -> bool:
+    total = result if isinstance(result, torch.Tensor) else result[0]
+    added = 1 + ("residual" in given) + ("bias" in given)
+    return total.shape == given["x"].shape and bool((total == added).all())
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_argument(backend: str, name: str) -> None:
-    _, error, text = WRONG[name]
-    kind, message, _ = _outcomes(backend)[name]
-    assert kind == error.__name__ and re.search(text, message), f"{kind}: {message}"
+_OF_SUM = ("x", "residual", "bias", "out")
+_OF_NORM = ("x", "weight", "residual", "bias", "out", "norm_out")
+
+
+def _in_sum(error: type[Exception], text: str, changes: Callable[[Arguments], Arguments]) -> Wrong:
+    return Wrong("all_reduce", changes, error, text)
+
+
+def _in_norm(error: type[Exception], text: str, changes: Callable[[Arguments], Arguments]) -> Wrong:
+    return Wrong("all_reduce_rms_norm", changes, error, text)
+
+
+class TestArguments(ArgumentSuite):
+    functions: ClassVar = {
+        "all_reduce": Function(
+            po.all_reduce, lambda: _given(*_OF_SUM), _is_sum, specs=_declared(*_OF_SUM), required=("x",)
+        ),
+        "all_reduce_rms_norm": Function(
+            po.all_reduce_rms_norm,
+            lambda: _given(*_OF_NORM),
+            _is_sum,
+            specs=_declared(*_OF_NORM),
+            required=("x", "weight"),
+        ),
+        "all_reduce_rms_norm, float8": Function(
+            po.all_reduce_rms_norm,
+            lambda: {**_given("x", "weight"), "norm_out": _good().to(FLOAT8), "scale": _good(1)},
+            _is_sum,
+            specs=_declared("x", "weight", "norm_out", "scale"),
+        ),
+    }
+    wrong: ClassVar = {
+        "x compressed": _in_sum(
+            TypeError,
+            "x: expected a plain dense tensor, got layout torch.sparse_csr",
+            lambda given: {"x": given["x"].to_sparse_csr()},
+        ),
+        "scalar with bias": _in_sum(
+            ValueError,
+            r"bias: expected shape \[D\], got \[1\]",
+            lambda given: {"x": _good(1)[0], "bias": _good(1), "residual": None, "out": None},
+        ),
+        "out transposed": _in_sum(
+            ValueError, r"out: expected shape \[3, 8\], got \[8, 3\]", lambda given: {"out": _good(8, 3)}
+        ),
+        "out overlaps x": _in_sum(
+            ValueError, "out: expected x itself or", lambda given: dict(zip(("x", "out"), _part(4), strict=True))
+        ),
+        "out overlaps residual": _in_sum(
+            ValueError,
+            "out: expected residual itself or memory apart from residual",
+            lambda given: dict(zip(("residual", "out"), _part(23), strict=True)),
+        ),
+        "out is bias": _in_sum(
+            ValueError,
+            "out: expected memory apart",
+            lambda given: {"x": (b := _good(8)) + 1, "residual": None, "bias": b, "out": b},
+        ),
+        "algorithm": _in_sum(
+            ValueError, "algorithm: expected one of 'auto', 'one_shot', .*'ring'", given_as(algorithm="ring")
+        ),
+        "negative eps": _in_norm(ValueError, "eps: expected a number of at least 0", given_as(eps=-1.0)),
+        "eps is NaN": _in_norm(ValueError, "eps: expected a number", given_as(eps=float("nan"))),
+        "eps is none": _in_norm(TypeError, "eps: expected a number, got 'small'", given_as(eps="small")),
+        "large weight_bias": _in_norm(ValueError, "weight_bias: expected a finite", given_as(weight_bias=1e300)),
+        "weight_bias": _in_norm(ValueError, "weight_bias: expected a finite", given_as(weight_bias=float("inf"))),
+        "norm_out dtype": _in_norm(
+            TypeError, "norm_out: expected x's dtype", lambda given: {"norm_out": _good().half()}
+        ),
+        "float8 without scale": _in_norm(
+            ValueError,
+            "scale: expected a float32 tensor for a norm_out of torch.float8_e4m3fn",
+            lambda given: {"norm_out": _good().to(FLOAT8)},
+        ),
+        "scale without float8": _in_norm(
+            TypeError,
+            "norm_out: expected torch.float8_e4m3fn where scale is given",
+            lambda given: {"scale": _good(1)},
+        ),
+        "out in scale": _in_norm(
+            ValueError,
+            "out: expected memory apart from scale",
+            lambda given: {"out": (o := _good()), "norm_out": None, "scale": o[1, 2:3]},
+        ),
+        "norm_out in scale": _in_norm(
+            ValueError,
+            "norm_out: expected memory apart from scale",
+            lambda given: {"scale": (s := _good())[2, :1], "norm_out": s.view(-1).view(FLOAT8)[60:84].view(3, 8)},
+        ),
+        "norm_out is out": _in_norm(
+            ValueError,
+            "norm_out: expected memory apart from out",
+            lambda given: {"out": (o := _good()), "norm_out": o},
+        ),
+        "float8 norm_out in x": _in_norm(
+            ValueError,
+            "norm_out: expected x itself or memory apart from x",
+            lambda given: {
+                "x": (x := _good()),
+                "norm_out": x.view(-1).view(FLOAT8)[:24].view(3, 8),
+                "scale": _good(1),
+            },
+        ),
+    }
 
 
 def _small_heap() -> list[Any]:
@@ -508,103 +463,3 @@ def test_tunings_without_room_are_refused(backend: str) -> None:
     starts = ["threads", "threads", "threads, room_bytes", "room_bytes", "warp_blocks: expected 1 or 2, got 3"]
     for (_, text), start in zip(found, [*starts, starts[-1]], strict=True):
         assert text.startswith(start)
-
-
-def test_use_before_init_and_keywords() -> None:
-    with pytest.raises(RuntimeError, match=r"not initialized in this process: call persistent_ops\.init\(\) first"):
-        po.all_reduce(torch.ones(3))
-    with pytest.raises(TypeError, match="positional"):
-        po.all_reduce(torch.ones(3), torch.ones(3))  # type: ignore[misc]
-
-
-# ---- torch -----------------------------------------------------------------------------------------------------------
-
-
-def _opcheck() -> list[str]:
-    operators = torch.ops.persistent_ops
-    x, weight, scale = _good(2, 20), _good(20), _good(1)
-    calls: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]] = {
-        "plain": (operators.all_reduce, (x, None, weight, "auto"), {}),
-        "out": (operators.all_reduce_out, (x, x + 1, None, "slices"), {"out": torch.empty_like(x)}),
-        "norm": (operators.all_reduce_rms_norm, (x, weight, x + 1, None, None, "auto", 1e-6, 0.0), {}),
-        "float8": (operators.all_reduce_rms_norm, (x, weight, None, None, scale, "one_shot", 1e-6, 1.0), {}),
-        "norm out": (
-            operators.all_reduce_rms_norm_out,
-            (x, weight, None, None, None, "two_shot", 1e-6, 0.0),
-            {"out": torch.empty_like(x), "norm_out": torch.empty_like(x)},
-        ),
-    }
-    return opcheck_problems(calls)
-
-
-def test_opcheck(backend: str) -> None:
-    assert in_world(_opcheck, 1, backend) == [[]]
-
-
-def test_the_schemas_declare_what_is_written() -> None:
-    assert_schemas("all_reduce", "out")
-    assert_schemas("all_reduce_rms_norm", "out", "norm_out")
-
-
-def _in_torch() -> list[str]:
-    """The operator and the function, autograd, fake tensors, version counters."""
-    problems = []
-    x, weight = _good(), _good(8)
-    with torch.inference_mode():
-        pairs = [(torch.ops.persistent_ops.all_reduce(x, x, weight, "auto"), po.all_reduce(x, residual=x, bias=weight))]
-        of_operator = torch.ops.persistent_ops.all_reduce_rms_norm(x, weight, x, None, None, "auto", 1e-6, 0.0)
-        pairs += zip(of_operator, po.all_reduce_rms_norm(x, weight, residual=x), strict=True)
-    problems += ["the operator and the function differ" for pair in pairs if difference(*pair)]
-    recorded = x.clone().requires_grad_()
-    total, norm = po.all_reduce_rms_norm(recorded, weight)
-    for result in (total, norm, po.all_reduce(recorded)):
-        kind, text, _ = error_of(lambda result=result: result.sum().backward())
-        if kind != "NotImplementedError" or "forward only" not in text:
-            problems.append(f"backward: {kind}: {text}")
-    for written in ({"out": x.clone()}, {"norm_out": x.clone()}):
-        kind, text, _ = error_of(lambda written=written: po.all_reduce_rms_norm(recorded, weight, **written))
-        if kind != "NotImplementedError" or not text.startswith(next(iter(written))):
-            problems.append(f"{kind}: {text}")
-    out, norm_out = torch.zeros_like(x), torch.zeros_like(x)
-    versions = out._version, norm_out._version
-    po.all_reduce_rms_norm(x, weight, out=out, norm_out=norm_out)
-    if (out._version, norm_out._version) != (versions[0] + 1, versions[1] + 1):
-        problems.append("version counters stay")
-    only = po.all_reduce_rms_norm(x, weight, norm_out=norm_out)
-    if only[1] is not norm_out or not torch.equal(only[0], out):
-        problems.append("norm_out alone")
-    with FakeTensorMode() as mode:
-        fake, fake_weight = mode.from_tensor(x), mode.from_tensor(weight)
-        results = po.all_reduce_rms_norm(fake, fake_weight, scale=mode.from_tensor(_good(1)))
-        kinds = [(type(t), t.shape, t.dtype) for t in (*results, po.all_reduce(fake, bias=fake_weight))]
-        if kinds != [(FakeTensor, x.shape, dtype) for dtype in (x.dtype, FLOAT8, x.dtype)]:
-            problems.append(f"fake: {kinds}")
-        total, norm = po.all_reduce_rms_norm(fake, fake_weight, norm_out=(norm_out := torch.empty_like(fake)))
-        if norm is not norm_out or type(total) is not FakeTensor or total.shape != x.shape:
-            problems.append(f"fake, norm_out alone: {total}")
-        with pytest.raises(ValueError, match="algorithm: expected"):
-            po.all_reduce(fake, algorithm="ring")
-        with pytest.raises(ValueError, match="bias: expected"):
-            po.all_reduce(fake, bias=fake)
-    return problems
-
-
-def test_in_torch(backend: str) -> None:
-    assert in_world(_in_torch, 1, backend) == [[]]
-
-
-def _compiled() -> list[bool]:
-    def block(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        norm_out = torch.empty_like(x)
-        hidden, norm = po.all_reduce_rms_norm(torch.relu(x), weight, residual=residual, norm_out=norm_out)
-        out = torch.empty_like(hidden)
-        po.all_reduce(2 * norm, residual=hidden, out=out)
-        return out, hidden + 1
-
-    compiled = torch.compile(block, fullgraph=True)
-    given = torch.randn(3, 40, generator=torch.Generator().manual_seed(1)).to(po.device()), _good(3, 40), _good(40)
-    return [torch.allclose(a, b) for a, b in zip(compiled(*given), block(*given), strict=True)]
-
-
-def test_compiled_function_is_one_graph(backend: str) -> None:
-    assert in_world(_compiled, 1, backend) == [[True, True]]

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import pytest
 import torch
+from arguments import Arguments, ArgumentSuite, Function, Outcome, Wrong, outcome_of
 from worlds import error_of, run_pes
 
 import persistent_ops as po
+from persistent_ops.runtime.tensor_specs import TensorSpec, TensorSpecs
 
 MB = 1 << 20
 ROWS, TABLES, BATCH, DIM = 10, 2, 3, 8
@@ -56,7 +56,7 @@ def no_bags() -> torch.Tensor:
 
 
 # name -> (arguments that differ from the good ones, exception, what its message must say)
-WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+_WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     # weights
     "float64 tables": (
         changed("weights", lambda ws: [w.double() for w in ws]),
@@ -135,63 +135,6 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         r"weights\[1\]: expected a tensor, got int",
     ),
     # indices and offsets
-    "indices of floats": (
-        changed("indices", torch.Tensor.float),
-        TypeError,
-        r"indices: expected int32 or int64, got torch\.float32",
-    ),
-    "indices of int16": (
-        changed("indices", torch.Tensor.short),
-        TypeError,
-        r"indices: expected int32 or int64, got torch\.int16",
-    ),
-    "offsets of floats": (
-        changed("offsets", torch.Tensor.float),
-        TypeError,
-        r"offsets: expected int32 or int64, got torch\.float32",
-    ),
-    "list of indices": (changed("indices", torch.Tensor.tolist), TypeError, "indices: expected a tensor, got list"),
-    "list of offsets": (changed("offsets", torch.Tensor.tolist), TypeError, "offsets: expected a tensor, got list"),
-    "indices without dimensions": (
-        changed("indices", lambda i: i[0]),
-        ValueError,
-        r"indices: expected shape \[\w+\], got \[",
-    ),
-    "offsets without dimensions": (
-        changed("offsets", lambda o: o[0]),
-        ValueError,
-        r"offsets: expected shape \[\w+\], got \[",
-    ),
-    "two-dimensional indices": (
-        changed("indices", lambda i: i.view(2, -1)),
-        ValueError,
-        r"indices: expected shape \[\w+\], got \[",
-    ),
-    "two-dimensional offsets": (
-        changed("offsets", lambda o: o.view(-1, 1)),
-        ValueError,
-        r"offsets: expected shape \[\w+\], got \[",
-    ),
-    "indices with gaps": (
-        changed("indices", lambda i: i.repeat_interleave(2)[::2]),
-        ValueError,
-        "indices: expected a contiguous tensor, got strides",
-    ),
-    "offsets with gaps": (
-        changed("offsets", lambda o: o.repeat_interleave(2)[::2]),
-        ValueError,
-        "offsets: expected a contiguous tensor, got strides",
-    ),
-    "indices on another device": (
-        changed("indices", lambda i: i.to("meta")),
-        ValueError,
-        "indices: expected a tensor on (cpu|cuda:0), got one on meta",
-    ),
-    "offsets on another device": (
-        changed("offsets", lambda o: o.to("meta")),
-        ValueError,
-        "offsets: expected a tensor on (cpu|cuda:0), got one on meta",
-    ),
     "offsets that the tables do not divide": (
         changed("offsets", lambda o: o[:-1]),
         ValueError,
@@ -208,31 +151,6 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         r"offsets: expected T \* B \+ 1 = 2 \* 4 \+ 1 = 9 elements, got 7",
     ),
     # per_sample_weights
-    "per-sample weights of float16": (
-        lambda: {"per_sample_weights": factors(dtype=torch.float16)},
-        TypeError,
-        r"per_sample_weights: expected float32, got torch\.float16",
-    ),
-    "per-sample weights on another device": (
-        lambda: {"per_sample_weights": factors(device="meta")},
-        ValueError,
-        "per_sample_weights: expected a tensor on (cpu|cuda:0), got one on meta",
-    ),
-    "too few per-sample weights": (
-        lambda: {"per_sample_weights": factors()[1:]},
-        ValueError,
-        r"per_sample_weights: expected shape \[12\], got \[11\]",
-    ),
-    "factors with gaps": (
-        lambda: {"per_sample_weights": factors().repeat_interleave(2)[::2]},
-        ValueError,
-        "per_sample_weights: expected a contiguous tensor",
-    ),
-    "list of factors": (
-        lambda: {"per_sample_weights": [1.0] * 12},
-        TypeError,
-        "per_sample_weights: expected a tensor, got list",
-    ),
     "factors of a mean": (
         lambda: {"per_sample_weights": factors(), "pooling": "mean"},
         ValueError,
@@ -345,70 +263,39 @@ WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
 }
 
 
-# In these the set of tables and the plan are known from a call that was right; only the lookups change.
-KNOWN = [
-    "indices on another device",
-    "two-dimensional offsets",
-    "too few per-sample weights",
-    "ordinary out",
-    "pooling",
-]
+_INDEX_TYPES = (torch.int32, torch.int64)
+_LOOKUPS = TensorSpecs(
+    TensorSpec("indices", "n", _INDEX_TYPES),
+    TensorSpec("offsets", "num_offsets", _INDEX_TYPES),
+    TensorSpec("per_sample_weights", "n", (torch.float32,)),
+)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a call raised: the names of the exception's classes, and its text."""
-
-    classes: tuple[str, ...] = ()
-    text: str = "no error"
+def _is_right(given: Arguments, result: torch.Tensor) -> bool:
+    return bool((result[:, :DIM] == 2).all()) and bool((result[:, DIM:] == 4).all())
 
 
-def outcome_of(action: Callable[[], Any]) -> Outcome:
-    try:
-        action()
-    except Exception as error:
-        return Outcome(tuple(cls.__name__ for cls in type(error).__mro__), str(error))
-    return Outcome()
+def _wrong_of(name: str) -> Wrong:
+    make, error, text = _WRONG[name]
+    return Wrong("plain", lambda given: make(), error, text)
 
 
-def _wrong_calls(backend: str) -> dict[str, list[Outcome]]:
-    po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
-    outcomes = {}
-    for name, (make, _, _) in WRONG.items():
-        arguments = {**good(), **make()}
-        outcomes[name] = [outcome_of(lambda a=arguments: po.embedding_all_to_all(**a))]
-        # The second call must not find a set of tables, or a plan, that the first one left behind.
-        outcomes[name].append(outcome_of(lambda a=arguments: po.embedding_all_to_all(**a)))
-        if name in KNOWN:
-            right = {**good(), "weights": arguments["weights"]}
-            if arguments["per_sample_weights"] is not None:
-                right["per_sample_weights"] = factors()
-            po.embedding_all_to_all(**right)
-            outcomes[name].append(outcome_of(lambda a=arguments: po.embedding_all_to_all(**a)))
-    result = call()
-    po.check()
-    assert bool((result[:, :DIM] == 2).all()) and bool((result[:, DIM:] == 4).all()), "the world has suffered"
-    po.finalize()
-    return outcomes
+class TestArguments(ArgumentSuite):
+    functions: ClassVar = {
+        "plain": Function(po.embedding_all_to_all, good, _is_right),
+        "weighted": Function(
+            po.embedding_all_to_all,
+            lambda: {**good(), "per_sample_weights": factors()},
+            _is_right,
+            _LOOKUPS,
+            ("indices",),
+        ),
+    }
+    wrong: ClassVar = {name: _wrong_of(name) for name in _WRONG}
 
 
 def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
     return run_pes(program, 1, backend, *args, timeout=200)[0]
-
-
-@functools.cache
-def _outcomes(backend: str) -> dict[str, list[Outcome]]:
-    return one_pe(_wrong_calls, backend)  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_argument(backend: str, name: str) -> None:
-    _, error, text = WRONG[name]
-    outcomes = _outcomes(backend)[name]
-    assert len(outcomes) == 2 + (name in KNOWN)
-    for attempt, outcome in enumerate(outcomes):
-        assert error.__name__ in outcome.classes, f"attempt {attempt}: {outcome}"
-        assert re.search(text, outcome.text), f"attempt {attempt}: {outcome}"
 
 
 def _no_tables(backend: str) -> list[tuple[Any, ...]]:
@@ -562,12 +449,12 @@ def _wrong_sizes(backend: str) -> dict[str, Outcome]:
 def test_wrong_arguments_of_the_functions_around_the_operators(backend: str) -> None:
     outcomes = one_pe(_wrong_sizes, backend)
     for name, (_, _, error, text) in WRONG_EMPTY.items():
-        assert error.__name__ in outcomes[name].classes and re.search(text, outcomes[name].text), outcomes[name]
+        assert error.__name__ in outcomes[name][0] and re.search(text, outcomes[name][1]), outcomes[name]
     for rank in (-1, 1):
-        assert outcomes[f"view of PE {rank}"].classes[0] == "ValueError"
-        assert outcomes[f"view of PE {rank}"].text == f"rank: expected 0 to 0, got {rank}"
+        assert outcomes[f"view of PE {rank}"][0][0] == "ValueError"
+        assert outcomes[f"view of PE {rank}"][1] == f"rank: expected 0 to 0, got {rank}"
     for name, (_, text) in NO_TENSORS.items():
-        assert outcomes[name].classes[0] == "TypeError" and re.search(text, outcomes[name].text), outcomes[name]
-    assert outcomes["second init"].classes[0] == "RuntimeError"
-    assert "already initialized here: call persistent_ops.finalize() first" in outcomes["second init"].text
-    assert "not initialized in this process: call persistent_ops.init() first" in outcomes["after finalize"].text
+        assert outcomes[name][0][0] == "TypeError" and re.search(text, outcomes[name][1]), outcomes[name]
+    assert outcomes["second init"][0][0] == "RuntimeError"
+    assert "already initialized here: call persistent_ops.finalize() first" in outcomes["second init"][1]
+    assert "not initialized in this process: call persistent_ops.init() first" in outcomes["after finalize"][1]

@@ -1,14 +1,14 @@
-"""gemv: exact bits of each PE's own product, beside the collective operators and without the other PEs; torch.
+"""gemv: exact bits of each PE's own product, beside the collective operators and without the other PEs.
 
 The kernel is that of gemv_all_reduce, whose tests cover it, in graphs too; here is what a PE alone adds.
+Arguments are in test_gemv_arguments.py, torch is in test_forward_only.py.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -23,8 +23,6 @@ from gemv_cases import (
     make_inputs,
     placed,
 )
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch_checks import assert_schemas, opcheck_problems
 from worlds import in_world
 
 import persistent_ops as po
@@ -156,105 +154,3 @@ def _after_a_failure() -> list[str]:
 
 def test_what_an_earlier_operator_left_behind_is_raised(backend: str) -> None:
     assert in_world(_after_a_failure, 2, backend) == [[], []]
-
-
-# ---- in torch --------------------------------------------------------------------------------------------------------
-
-
-def _arguments(vectors: int = 3, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Return weight, x, bias and residual."""
-    rng, lead = torch.Generator().manual_seed(vectors), (vectors,) if vectors else ()
-    shapes = ((ROWS, COLUMNS), (*lead, COLUMNS), (ROWS,), (*lead, ROWS))
-    return tuple(torch.randn(shape, generator=rng).to(po.device(), dtype) for shape in shapes)
-
-
-def _opcheck() -> list[str]:
-    operators, calls = torch.ops.persistent_ops, {}
-    for vectors, dtype, count in ((0, torch.float32, 2), (3, torch.bfloat16, 4)):
-        tensors = _arguments(vectors, dtype)
-        arguments = (*tensors[:count], *(None,) * (4 - count), False)
-        calls[f"{dtype}"] = (operators.gemv, arguments, {})
-        calls[f"{dtype}, out"] = (operators.gemv_out, arguments, {"out": torch.empty_like(tensors[3])})
-    return opcheck_problems(calls)
-
-
-def test_opcheck(backend: str) -> None:
-    assert in_world(_opcheck, 1, backend) == [[]]
-
-
-def test_the_schemas_declare_what_is_written() -> None:
-    assert_schemas("gemv", "out", is_collective=False)
-
-
-def _in_torch() -> dict[str, Any]:
-    weight, x, bias, residual = _arguments()
-    given = {"weight": weight, "x": x, "bias": bias, "residual": residual}
-    want = po.gemv(**given)
-    seen: dict[str, Any] = {"operator": torch.equal(torch.ops.persistent_ops.gemv(*given.values(), False), want)}
-    for name, tensor in given.items():
-        result = po.gemv(**{**given, name: tensor.clone().requires_grad_()})
-        seen[f"{name}: forward"] = result.requires_grad and torch.equal(result, want)
-        with pytest.raises(NotImplementedError, match=r"gemv is forward only.*torch\.no_grad\(\)"):
-            result.sum().backward()
-    out = torch.empty_like(want)
-    with pytest.raises(NotImplementedError, match="^out: cannot be given"):
-        po.gemv(weight.clone().requires_grad_(), x, out=out)
-    factor = torch.ones_like(out, requires_grad=True)
-    loss = (factor * out).sum()
-    seen["out is returned"] = po.gemv(**given, out=out) is out and torch.equal(out, want)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    compiled = torch.compile(lambda w, v: 2 * po.gemv(w, torch.relu(v)), fullgraph=True, backend="aot_eager")
-    seen["compiled"] = torch.equal(compiled(weight, x), 2 * po.gemv(weight, torch.relu(x)))
-    with FakeTensorMode() as mode:
-        fakes = {name: mode.from_tensor(tensor) for name, tensor in given.items()}
-        fake = po.gemv(**fakes)
-        seen["fake"] = type(fake) is FakeTensor and fake.shape == want.shape and fake.dtype == want.dtype
-        with pytest.raises(ValueError, match="bias: expected shape"):
-            po.gemv(**{**fakes, "bias": fakes["x"]})
-    return seen
-
-
-def test_autograd_compile_and_fake_tensors(backend: str) -> None:
-    seen = in_world(_in_torch, 1, backend)[0]
-    assert len(seen) >= 8 and all(value is True for value in seen.values()), seen
-
-
-_WRONG: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-    ({"weight": [[1.0]]}, TypeError, "weight: expected a tensor, got list"),
-    ({"weight": torch.ones(COLUMNS)}, ValueError, "weight: expected shape [M, K], got [24]"),
-    ({"weight": torch.ones(ROWS, COLUMNS).int()}, TypeError, "weight: expected float32, float16 or bfloat16"),
-    ({"x": torch.ones(COLUMNS + 1)}, ValueError, "x: expected shape [24] or [N, 24]"),
-    ({"x": torch.ones(17, COLUMNS)}, ValueError, "x: expected 1 to 16 vectors, got 17"),
-    ({"x": torch.ones(COLUMNS).half()}, TypeError, "x: expected weight's dtype torch.float32, got torch.float16"),
-    ({"bias": torch.ones(ROWS + 1)}, ValueError, "bias: expected shape [21], got [22]"),
-    ({"residual": torch.ones(3, ROWS)}, ValueError, "residual: expected shape [21], got [3, 21]"),
-    ({"out": torch.ones(ROWS, 2)}, ValueError, "out: expected shape [21], got [21, 2]"),
-)
-
-
-def _refusals() -> list[str]:
-    problems = []
-    good = {"weight": torch.ones(ROWS, COLUMNS), "x": torch.ones(COLUMNS)}
-    for wrong, error, text in _WRONG:
-        given = {
-            name: value.to(po.device()) if isinstance(value, torch.Tensor) else value
-            for name, value in {**good, **wrong}.items()
-        }
-        with pytest.raises(error) as caught:
-            po.gemv(**given)
-        if text not in str(caught.value):
-            problems.append(f"{text!r}: {caught.value}")
-    x = torch.ones(COLUMNS, device=po.device())
-    with pytest.raises(ValueError, match="out: expected memory apart from x, got a tensor that overlaps it"):
-        po.gemv(good["weight"].to(po.device()), x, out=x[-ROWS:])
-    return problems
-
-
-def test_wrong_arguments(backend: str) -> None:
-    assert in_world(_refusals, 1, backend) == [[]]
-
-
-def test_use_before_init() -> None:
-    with pytest.raises(RuntimeError, match=re.escape("call persistent_ops.init() first")):
-        po.gemv(torch.ones(3, 4), torch.ones(4))

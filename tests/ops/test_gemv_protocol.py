@@ -1,14 +1,12 @@
 """gemv_all_reduce's protocol: faults as every operator meets them (protocol.py), busy PEs, far epochs.
 
-And what shares a workspace: shapes, algorithms and operators that follow one another in any order.
+Operators that follow one another are in test_turns.py.
 """
 
 from __future__ import annotations
 
-import time
 from typing import Any, ClassVar
 
-import embedding_cases
 import pytest
 import torch
 from bits import difference
@@ -60,74 +58,6 @@ def test_busy_pe(backend: str, options: dict[str, Any]) -> None:
     assert run_pes(_busy_pe, 2, backend, options, timeout=120) == [[True] * 4] * 2
 
 
-# ---- what follows what on one workspace ------------------------------------------------------------------------------
-
-_SHAPES = [
-    Case("turns: plain", 75, lambda rank: 24, 2),
-    Case("turns: large", 600, lambda rank: 8, 16),
-    Case("turns: a row", 1, lambda rank: 40),
-    Case("turns: no rows", 0, lambda rank: 8),
-    Case("turns: fp16", 33, lambda rank: 7 * rank, 0, torch.float16),
-    Case("turns: comm bf16", 52, lambda rank: 16, 0, wire_dtype="own"),
-]
-_LOOKUPS = embedding_cases.Case("turns", dims=lambda rank: (8, 16 * rank), batch=lambda world: 13)
-
-
-def _exchange(iteration: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an embedding exchange's result and what it must be."""
-    rank, world, device = po.rank(), po.world_size(), po.device()
-    inputs = [embedding_cases.make_inputs(_LOOKUPS, pe, world, iteration) for pe in range(world)]
-    tables, indices, offsets, _ = inputs[rank]
-    dims = [sum(_LOOKUPS.dims(pe)) for pe in range(world)]
-    split = embedding_cases.split_of(_LOOKUPS, world)
-    output = po.embedding_all_to_all(
-        [table.to(device) for table in tables],
-        indices.to(device),
-        offsets.to(device),
-        batch_per_rank=split,
-        dim_per_rank=dims,
-    )
-    return output, embedding_cases.expected_bits(_LOOKUPS, inputs, rank, split)
-
-
-def _turns(backend: str, options: dict[str, Any]) -> list[str]:
-    po.init(backend, operator_timeout=20.0, heap_size=32 * MB, **options)
-    problems: list[str] = []
-    pending: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-    order = torch.Generator().manual_seed(3)  # the same on all PEs
-    for turn in range(60):
-        kind = int(torch.randint(len(_SHAPES) + 3, (), generator=order))
-        iteration = turn % 5
-        if (turn + po.rank()) % 11 == 0:
-            time.sleep(0.01)
-        if kind == len(_SHAPES) + 2:
-            po.barrier()
-        elif kind >= len(_SHAPES):
-            pending.append((f"turn {turn}: embedding_all_to_all", *_exchange(iteration)))
-        else:
-            case, algorithm = _SHAPES[kind], ALGORITHMS[int(torch.randint(2, (), generator=order))]
-            want = expected_bits(make_inputs(case, po.world_size(), iteration), case.comm)
-            pending.append(
-                (f"turn {turn}: {case.name}, {algorithm}", _call(iteration, case, algorithm=algorithm), want)
-            )
-        if turn % 7 == 6:  # now and then only, so that launches follow each other without the host
-            problems += [f"{name}: {found}" for name, *pair in pending if (found := _difference(*pair))]
-            pending.clear()
-    po.check()
-    problems += [f"{name}: {found}" for name, *pair in pending if (found := _difference(*pair))]
-    po.finalize()
-    return problems
-
-
-def _difference(output: torch.Tensor, want: torch.Tensor) -> str | None:
-    return difference(output.cpu(), want)
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_shapes_algorithms_and_operators_take_turns(backend: str, options: dict[str, Any]) -> None:
-    assert run_pes(_turns, 3, backend, options, timeout=120) == [[]] * 3
-
-
 # ---- faults ----------------------------------------------------------------------------------------------------------
 
 _OTHER = Case("protocol, others", 32, lambda rank: 16, 2)
@@ -135,6 +65,13 @@ _OTHER = Case("protocol, others", 32, lambda rank: 16, 2)
 
 def _other(case: Case, *told: str, **options: Any) -> Mismatch:
     return Mismatch(lambda: _call(1, case, **{"algorithm": "one_shot", **options}), told)
+
+
+def _lookups() -> torch.Tensor:
+    world, device = po.world_size(), po.device()
+    indices, offsets = torch.zeros(world, dtype=torch.int64, device=device), torch.arange(world + 1, device=device)
+    split = {"batch_per_rank": [1] * world, "dim_per_rank": [8] * world}
+    return po.embedding_all_to_all([torch.ones(4, 8, device=device)], indices, offsets, **split)
 
 
 def _with_residual() -> torch.Tensor:
@@ -161,7 +98,7 @@ class TestFaults(ProtocolSuite):
         "no bias": _other(_OTHER, "bias is ", "None on PE 1", bias=None),
         "a residual": Mismatch(_with_residual, ["residual is ", "a tensor on PE 1"]),
         "barrier": Mismatch(po.barrier, ["barrier"]),
-        "embedding_all_to_all": Mismatch(lambda: _exchange(1), ["embedding_all_to_all"]),
+        "embedding_all_to_all": Mismatch(_lookups, ["embedding_all_to_all"]),
     }
     first_call = "gemv_all_reduce"
     deaths = (("stopped", "two_shot"), ("killed", "one_shot"))

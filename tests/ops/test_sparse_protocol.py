@@ -1,6 +1,6 @@
 """Faults around sparse_all_reduce: a PE is late, stopped, killed, passes bad rows or calls something else; recovery.
 
-And what shares a workspace: shapes, algorithms and operators that follow one another in any order; far epochs.
+And far epochs. Operators that follow one another are in test_turns.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import embedding_cases
 import gemv_cases
 import pytest
 import torch
@@ -24,7 +23,6 @@ from sparse_cases import (
     Room,
     call_into,
     disjoint,
-    distinct,
     expected,
     identical,
     make_inputs,
@@ -33,7 +31,6 @@ from sparse_cases import (
     to_sparse,
     uniform,
     wanted,
-    zipf,
 )
 from worlds import TRANSPORTS, error_of, in_world, run_pes
 
@@ -78,78 +75,15 @@ def test_busy_pe(backend: str, options: dict[str, Any]) -> None:
     assert in_world(_busy_pe, 2, backend, many, **{"heap_size": 128 * MB, **options}) == [[], []]
 
 
-# ---- what follows what on one workspace ------------------------------------------------------------------------------
+# ---- another operator ------------------------------------------------------------------------------------------------
 
-_SHAPES = [
-    Case("turns: plain", 300, uniform(60, 45), (10,)),
-    Case("turns: wide", 64, uniform(25, 33), (200,), torch.float16),
-    Case("turns: scalars, mean", 1000, zipf(200), (), torch.bfloat16, "mean"),
-    Case("turns: all rows", 65, distinct(65), (3,)),
-    Case("turns: nothing", 100, uniform(0), (4,)),
-    Case("turns: nothing on rank 1", 100, uniform(30, 0), (4,), torch.bfloat16),
-]
-_LOOKUPS = embedding_cases.Case("sparse turns", dims=lambda rank: (8, 16 * rank), batch=lambda world: 13)
 _PRODUCT = gemv_cases.Case("sparse turns", 75, lambda rank: 24, 2)
-
-
-def _exchange(iteration: int) -> bool:
-    rank, world, device = po.rank(), po.world_size(), po.device()
-    inputs = [embedding_cases.make_inputs(_LOOKUPS, pe, world, iteration) for pe in range(world)]
-    tables, indices, offsets, _ = inputs[rank]
-    split = embedding_cases.split_of(_LOOKUPS, world)
-    output = po.embedding_all_to_all(
-        [table.to(device) for table in tables],
-        indices.to(device),
-        offsets.to(device),
-        batch_per_rank=split,
-        dim_per_rank=[sum(_LOOKUPS.dims(pe)) for pe in range(world)],
-    )
-    want = embedding_cases.expected_bits(_LOOKUPS, inputs, rank, split)
-    return gemv_cases.difference(output.cpu(), want) is None
 
 
 def _product(iteration: int) -> bool:
     inputs = gemv_cases.make_inputs(_PRODUCT, po.world_size(), iteration)
     output, _ = gemv_cases.call(_PRODUCT, inputs, inputs.weights[po.rank()].to(po.device()), iteration)
     return gemv_cases.difference(output.cpu(), gemv_cases.expected_bits(inputs)) is None
-
-
-def _turns() -> list[str]:
-    problems: list[str] = []
-    pending: list[tuple[str, torch.Tensor, int, Case]] = []
-    rooms = [Room(case.rows, case.row_shape, case.dtype) for case in _SHAPES]
-    order = torch.Generator().manual_seed(3)  # the same on all PEs
-    for turn in range(60):
-        kind, iteration = int(torch.randint(len(_SHAPES) + 3, (), generator=order)), turn % 5
-        entry, algorithm = WAYS[int(torch.randint(len(WAYS), (), generator=order))]
-        if (turn + po.rank()) % 11 == 0:
-            time.sleep(0.01)
-        if kind == len(_SHAPES):
-            po.barrier()
-        elif kind == len(_SHAPES) + 1:
-            problems += [] if _exchange(iteration) else [f"turn {turn}: embedding_all_to_all"]
-        elif kind == len(_SHAPES) + 2:
-            problems += [] if _product(iteration) else [f"turn {turn}: gemv_all_reduce"]
-        elif entry == "sparse":
-            where = f"turn {turn}: {_SHAPES[kind].name}, {algorithm}"
-            pending.append((where, _call(iteration, _SHAPES[kind], algorithm), iteration, _SHAPES[kind]))
-        else:
-            case, room = _SHAPES[kind], rooms[kind]
-            room.reset()
-            call_into(case, make_inputs(case, po.world_size(), iteration)[po.rank()], room, algorithm)
-            if found := room.problem(wanted(case, po.world_size(), iteration)):
-                problems.append(f"turn {turn}: {case.name}, into {algorithm}: {found}")
-        if turn % 7 == 6:  # now and then only, so that launches follow each other without the host
-            problems += [f"{where}: {found}" for where, *call in pending if (found := _problem(*call))]
-            pending.clear()
-    po.check()
-    problems += [f"{where}: {found}" for where, *call in pending if (found := _problem(*call))]
-    return problems
-
-
-@pytest.mark.parametrize("options", TRANSPORTS)
-def test_shapes_algorithms_and_operators_take_turns(backend: str, options: dict[str, Any]) -> None:
-    assert in_world(_turns, 3, backend, **options) == [[]] * 3
 
 
 # ---- rows that are not in the table ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from persistent_ops.runtime import pe_threads
 from persistent_ops.runtime.bootstrap.connection import from_threads
 
 MB = 1 << 20
+_ONES = torch.ones(3, 4)
 
 BEFORE_INIT: dict[str, Callable[[], Any]] = {
     "rank": po.rank,
@@ -30,6 +31,32 @@ BEFORE_INIT: dict[str, Callable[[], Any]] = {
     "embedding_all_to_all": lambda: po.embedding_all_to_all(
         [torch.ones(3, 4)], torch.zeros(1, dtype=torch.int64), torch.arange(2)
     ),
+    "gemv": lambda: po.gemv(_ONES, _ONES[0]),
+    "gemv_all_reduce": lambda: po.gemv_all_reduce(_ONES, _ONES[0]),
+    "all_reduce": lambda: po.all_reduce(_ONES),
+    "all_reduce_rms_norm": lambda: po.all_reduce_rms_norm(_ONES, _ONES[0]),
+    "sparse_all_reduce": lambda: po.sparse_all_reduce(_ONES.to_sparse(1)),
+    "sparse_all_reduce, async_op": lambda: po.sparse_all_reduce(_ONES.to_sparse(1), async_op=True),
+    "sparse_all_reduce_buffers": lambda: po.sparse_all_reduce_buffers(
+        torch.arange(3), _ONES, num_rows=3, completion_fn=print
+    ),
+    "sparse_all_reduce_into": lambda: po.sparse_all_reduce_into(
+        torch.arange(3),
+        _ONES,
+        num_rows=3,
+        out_indices=torch.arange(3),
+        out_values=torch.ones(3, 4),
+        out_count=torch.arange(1),
+    ),
+}
+_KEYWORDS: dict[str, tuple[Any, ...]] = {  # one argument more than may come without its name
+    "gemv": (_ONES, _ONES[0], _ONES[0]),
+    "gemv_all_reduce": (_ONES, _ONES[0], _ONES[0]),
+    "all_reduce": (_ONES, _ONES),
+    "all_reduce_rms_norm": (_ONES, _ONES[0], _ONES),
+    "sparse_all_reduce": (_ONES.to_sparse(1), "mean"),
+    "sparse_all_reduce_into": (torch.arange(3), _ONES, 3),
+    "sparse_all_reduce_buffers": (torch.arange(3), _ONES, 3),
 }
 
 
@@ -38,6 +65,12 @@ def test_use_before_init(name: str) -> None:
     assert not po.is_initialized()
     with pytest.raises(RuntimeError, match=r"not initialized in this process: call persistent_ops\.init\(\) first"):
         BEFORE_INIT[name]()
+
+
+@pytest.mark.parametrize("name", _KEYWORDS)
+def test_arguments_after_the_tensors_are_keywords(name: str) -> None:
+    with pytest.raises(TypeError, match="positional"):
+        getattr(po, name)(*_KEYWORDS[name])
 
 
 def test_finalize_without_a_world_is_harmless() -> None:
