@@ -90,7 +90,7 @@ class OurBackward:
         drawn = self._sets[number]
         key = plan_key(self._world, self._world.team, self._config, self._tables, drawn)
         call = embedding_recorded_call.EmbeddingCall(self._world, key, tuple(self._tables), None)
-        inputs = embedding_recorded_call.OfBatch(drawn.indices, drawn.offsets, None)
+        inputs = embedding_recorded_call.BatchInputs(drawn.indices, drawn.offsets, None)
         self._optimizer._backward(call, self._gradients[number], inputs, wants_factors=False, forward_pass=0)
 
     def forward_backward(self, number: int) -> None:

@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 
 import persistent_ops as po
-from persistent_ops.ops.embedding.plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, Tuning
+from persistent_ops.ops.embedding.plan import (
+    OPERATOR,
+    Choices,
+    EmbeddingKey,
+    EmbeddingPlan,
+    LookupKind,
+    OfBatch,
+    Tuning,
+)
 from persistent_ops.ops.embedding.split import table_set
 from persistent_ops.runtime.plans import Plans
 from persistent_ops.runtime.team import Team
@@ -47,7 +55,7 @@ def plan_key(
     batch_per_rank = (config.batch // team.size,) * team.size
     dtypes = (config.torch_dtype, config.wire_dtype)
     choices = Choices(dim_per_rank, batch_per_rank, *dtypes, "sum", "fatal", schedule, None)
-    kind = LookupKind.of_batch(lookups.indices, lookups.offsets)
+    kind = LookupKind(*OfBatch(lookups.indices, lookups.offsets, None).kind(weights, batch_per_rank))
     return EmbeddingKey(team, table_set(world, weights), tuning, choices, kind)
 
 
@@ -120,7 +128,7 @@ class Methods:
         world, key = self._world, self._alone
         plans: Plans[EmbeddingPlan] = OPERATOR.state(world).plans
         plan = plans.get(key, lambda: make_plan(world, key, self._weights))
-        plan.launch(world, lookups.indices, lookups.offsets, None, self._pooled_offset)
+        plan.launch(OfBatch(lookups.indices, lookups.offsets, None), self._pooled_offset)
         return self._pooled
 
     def pooling_torch(self, lookups: LookupSet) -> torch.Tensor:

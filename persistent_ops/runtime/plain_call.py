@@ -22,7 +22,6 @@ __all__ = ["PLAIN", "PlainCalls", "is_watched", "require_plain", "require_plain_
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # exactly these: a subclass may have a __torch_function__ of its own
 _EXPECTED = {torch.strided: "a plain dense tensor", torch.sparse_coo: "a plain sparse COO tensor, as of to_sparse(1)"}
 _is_recording = torch.is_grad_enabled
-_NO_TABLES: tuple[torch.Tensor, ...] = ()  # which is one object: who passes another one loses a little time
 _MOST_KINDS = 4  # of calls with so many tensors: what follows is looked at tensor by tensor
 
 
@@ -110,17 +109,6 @@ def are_plain(tensors: Sequence[torch.Tensor], layout: torch.layout = torch.stri
     return all(type(tensor) in PLAIN and _property_of(tensor, layout) is None for tensor in tensors)
 
 
-def _any_requires_grad(tables: Sequence[torch.Tensor]) -> bool:
-    """Return whether one does, or is no tensor."""
-    try:
-        for table in tables:
-            if table.requires_grad:
-                return True
-    except (AttributeError, TypeError):
-        return True
-    return False
-
-
 class PlainCalls:
     """Finds an operator's plain calls, most of them by one comparison of all tensors.
 
@@ -141,19 +129,13 @@ class PlainCalls:
         # By the number of different tensors: what compares a kind, and whether one of them requires a gradient.
         self._kinds: dict[int, list[tuple[Callable[..., bool], bool]]] = {}
 
-    def has(
-        self,
-        tensors: tuple[torch.Tensor, ...],
-        optional: tuple[torch.Tensor | None, ...] = (),
-        tables: Sequence[torch.Tensor] = _NO_TABLES,
-    ) -> bool | None:
+    def has(self, tensors: tuple[torch.Tensor, ...], optional: tuple[torch.Tensor | None, ...] = ()) -> bool | None:
         """Return whether it has a call.
 
         Args:
             tensors: that the call must have. What is no tensor makes it none of these: the slow path complains.
-            optional: that it may have.
-            tables: of which there may be many: asked for gradients alone, and only where they are recorded. Who takes
-                them looks at each when it is new (table_set.py).
+            optional: that it may have. Lists of tensors are not among these: who takes one looks at each of its tensors
+                when it is new (table_set.py).
 
         Returns:
             None where it is one but for gradients that are recorded: there is nothing for the gate to refuse.
@@ -176,15 +158,11 @@ class PlainCalls:
             if not are_plain(given, self._layout):
                 return False
             requires_grad = self._learn(given)
-        if not (requires_grad or tables is not _NO_TABLES) or not _is_recording():
-            return True
-        if requires_grad or _any_requires_grad(tables):
-            return None if tables is _NO_TABLES else False
-        return True
+        return None if requires_grad and _is_recording() else True
 
     def _learn(self, given: tuple[torch.Tensor, ...]) -> bool:
         """Return whether one requires a gradient."""
-        requires_grad = _any_requires_grad(given)
+        requires_grad = any(tensor.requires_grad for tensor in given)
         kinds = self._kinds.setdefault(len(given), [])
         if TensorGuards is not None and len(kinds) < _MOST_KINDS and len(set(map(id, given))) == len(given):
             open_sizes: list[Any] = [[None] * tensor.dim() for tensor in given]

@@ -112,23 +112,42 @@ class TorchOperator:
         outputs: Mapping[str, torch.Tensor | None],
         required: tuple[torch.Tensor, ...],
         optional: tuple[torch.Tensor | None, ...] = (),
-        tables: Sequence[torch.Tensor] = (),
     ) -> Any:
         """Call it.
 
         Args:
             arguments: all that come before the outputs.
             outputs: by name, None for those that are not given.
-            required, optional, tables: all tensors among both, as `PlainCalls.has` takes them.
+            required, optional: all tensors among both, as `PlainCalls.has` takes them.
+        """
+        is_plain = not torch.compiler.is_compiling() and self.is_plain(required, optional)
+        if is_plain:
+            return self._run(*arguments, **outputs)
+        return self.dispatch(arguments, outputs, (*required, *optional), is_plain=is_plain)
+
+    def dispatch(
+        self,
+        arguments: tuple[Any, ...],
+        outputs: Mapping[str, torch.Tensor | None],
+        tensors: tuple[torch.Tensor | None, ...],
+        tables: Sequence[torch.Tensor] = (),
+        *,
+        is_plain: bool | None,
+    ) -> Any:
+        """Make a call that is not for the kernel alone.
+
+        Args:
+            arguments, outputs: see above.
+            tensors: all single ones among both.
+            tables: those in lists.
+            is_plain: what `is_plain` has said of it; False where torch.compile traces it.
         """
         order: dict[str, torch.Tensor | None] = {}
         if torch.compiler.is_compiling():
             if self._is_collective:
-                order = {"order": order_of(required[0])}
+                assert tensors[0] is not None
+                order = {"order": order_of(tensors[0])}
         else:
-            is_plain = self.is_plain(required, optional, tables)
-            if is_plain:
-                return self._run(*arguments, **outputs)
             if is_plain is not None:
                 self._tensors.require_plain(arguments, outputs, may_lack_outputs=self._has_results)
             if self._check is not None:
@@ -146,7 +165,7 @@ class TorchOperator:
         if not given:
             return getattr(operators, self._name)(*arguments, **order)
         records = self._has_results and torch.is_grad_enabled()
-        if records and any(tensor is not None and tensor.requires_grad for tensor in (*required, *optional, *tables)):
+        if records and any(tensor is not None and tensor.requires_grad for tensor in (*tensors, *tables)):
             raise NotImplementedError(f"{given[0]}: cannot be given where gradients are recorded. {self._no_gradient}")
         if len(given) < len(outputs):
             assert self._fake is not None

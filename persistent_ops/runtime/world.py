@@ -34,7 +34,7 @@ from .torch_private import backward_pass
 from .tracing import Tracer
 from .workspace import Workspace
 
-__all__ = ["World", "admitted", "adopt", "current", "finalize", "for_call", "is_initialized"]
+__all__ = ["World", "adopt", "current", "finalize", "for_call", "is_initialized"]
 
 _log = logging.getLogger("persistent_ops")
 _LONGEST_FAREWELL_S = {"cpu": 5.0, "cuda": 15.0}  # by device; on GPUs it costs NVSHMEM's end where a peer comes later
@@ -454,16 +454,10 @@ def current() -> World:
     return world
 
 
-def admitted() -> World | None:
-    """Return this PE's world where this thread has called an operator before; None elsewhere."""
-    world = _thread_worlds.world or _process_world
-    return world if world is not None and world._token is _admitted.token else None
-
-
 def for_call() -> World:
     """Return this PE's world to an operator that is called; see `World.admit_caller`."""
-    world = admitted()
-    if world is None:
+    world = _thread_worlds.world or _process_world
+    if world is None or world._token is not _admitted.token:
         world = current()
         world.admit_caller()
     return world

@@ -22,7 +22,7 @@ from persistent_ops.nn.embedding_tables import table_configs
 from persistent_ops.nn.table_layout import Layout, place
 from persistent_ops.nn.table_owners import bytes_read
 from persistent_ops.nn.table_placements import placements_of
-from persistent_ops.ops.embedding.all_to_all import _plans
+from persistent_ops.ops.embedding.plan import OPERATOR
 from persistent_ops.runtime import world as po_world
 
 _SHARED = next(case for case in CASES if case.name == "shared")
@@ -215,7 +215,7 @@ def _orders_of_tasks() -> list[tuple[int, int]]:
     waiting = []  # behind a forward pass that waits lookups are copied
     for knows_split in (split, None):
         waiting.append(module(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=knows_split))
-    orders = [plan._struct.order for plan in _plans(po_world.current()).values()]
+    orders = [plan._struct.order for plan in OPERATOR.state(po_world.current()).plans.values()]
     return [(order.num_beside, order.num_tables) for order in orders]
 
 

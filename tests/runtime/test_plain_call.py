@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -82,14 +82,12 @@ def _with_transforms(call: Callable[[torch.Tensor | None], bool]) -> list[bool]:
     return said
 
 
-def _is_plain(
-    tensors: tuple[torch.Tensor, ...], optional: tuple[torch.Tensor, ...], tables: Sequence[torch.Tensor]
-) -> bool:
+def _is_plain(tensors: tuple[torch.Tensor, ...], optional: tuple[torch.Tensor, ...]) -> bool:
     """Return whether nobody but the kernel wants to see a call, by looking at each tensor."""
     given = (*tensors, *(other for other in optional if other is not None))
     if num_dispatch_modes() or is_watched() or not are_plain(given):
         return False
-    return not torch.is_grad_enabled() or not any(getattr(each, "requires_grad", True) for each in (*given, *tables))
+    return not torch.is_grad_enabled() or not any(each.requires_grad for each in given)
 
 
 def test_one_look_says_what_looks_at_each_tensor_say() -> None:
@@ -102,7 +100,7 @@ def test_one_look_says_what_looks_at_each_tensor_say() -> None:
         if round_number % 2:  # what has been plain in one context is asked about in all others
             for context, kind in itertools.product(("no_grad", "recording"), ("parameter", "plain")):
                 with CONTEXTS[context]():
-                    calls.has((tensors[kind],), (tensors["other"],), ())
+                    calls.has((tensors[kind],), (tensors["other"],))
         for first, second in pairs[:40]:
 
             def both(
@@ -110,11 +108,10 @@ def test_one_look_says_what_looks_at_each_tensor_say() -> None:
             ) -> bool:
                 nonlocal some_plain
                 given = (tensors[first] if wrapped is None else wrapped,), (tensors[second], tensors["plain"])
-                for tables in ((), [tensors["half"]], [tensors["half"], tensors["parameter"]], ["text"]):
-                    wanted = _is_plain(*given, tables)  # type: ignore[arg-type]
-                    some_plain += wanted
-                    for _ in range(2):
-                        assert bool(calls.has(*given, tables)) == wanted, (first, second, tables)  # type: ignore[arg-type]
+                wanted = _is_plain(*given)
+                some_plain += wanted
+                for _ in range(2):
+                    assert bool(calls.has(*given)) == wanted, (first, second)
                 return wanted
 
             _with_transforms(both)
@@ -161,9 +158,9 @@ def test_nested_tensors_end_no_process() -> None:
 
 
 def test_gradients_alone_make_a_call_not_plain() -> None:
-    calls, x, tables = PlainCalls(), torch.ones(3, requires_grad=True), [torch.ones(3, 3)]
+    calls, x = PlainCalls(), torch.ones(3, requires_grad=True)
     for _ in range(2):
-        assert calls.has((x,)) is None and calls.has((x,), (), tables) is False
+        assert calls.has((x,)) is None
         assert calls.has((torch._neg_view(x),)) is False
         with torch.no_grad():
             assert calls.has((x,)) is True

@@ -10,17 +10,17 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...runtime import world as _world
-from ...runtime.plain_call import is_watched, require_plain, require_plain_list
+from ...runtime.plain_call import require_plain, require_plain_list
 from ...runtime.plans import Plans
 from ...runtime.team import Team
 from ...runtime.torch_library import TorchOperator
 from ...runtime.torch_private import num_dispatch_modes
 from ...runtime.uncompiled import uncompiled
 from .backward import EmbeddingOptimizer, record_update, refuse_half_updated
-from .checks import POOLINGS, SCHEDULES, check_tables_and_split, check_types
+from .checks import POOLINGS, SCHEDULES, check_types
 from .gradients import record_sparse
 from .lookups import Lookups
-from .plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, average_lookups_per_bag
+from .plan import OPERATOR, Choices, EmbeddingKey, EmbeddingPlan, LookupKind, OfBatch, OfSources
 from .recorded_call import EmbeddingCall
 from .split import completed, dims_at_compile_time, exchange_dims, table_sets
 
@@ -126,162 +126,94 @@ def embedding_all_to_all(
     Source: fused embedding + All-to-All of "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (SC24), sections III-A and III-B.
     """
-    if offsets is not None and optimizer is None and not (requires_grad or torch.compiler.is_compiling()):
-        choices_of_call: tuple[Any, ...]
-        choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
-        pooled = _as_before(weights, indices, offsets, per_sample_weights, out, choices_of_call)
-        if pooled is not None:
-            return pooled
     if isinstance(weights, torch.nn.ParameterList):
         weights = list(weights)
+    arrived, differentiated = None, per_sample_weights
+    lookups: OfBatch | OfSources
+    required: tuple[torch.Tensor, ...]
+    optional: tuple[torch.Tensor | None, ...] = (out,)
     if isinstance(indices, Lookups):
         indices.check_is_of(weights, offsets, per_sample_weights, batch_per_rank)
-        batch_per_rank = indices.batch_per_rank
+        arrived, batch_per_rank, differentiated = indices, indices.batch_per_rank, indices.per_sample_weights
+        lookups, operator = indices.for_tables(), _from_sources
+        required = (indices.sources,)
     elif offsets is None:
         raise TypeError(
             "offsets: expected [T * B + 1], int32 or int64, got None, which goes with Lookups of po.EmbeddingInputs "
             "alone; of indices [B, L] of a table they are torch.arange(0, B * L + 1, L), beside indices.flatten()"
         )
-    differentiated = indices.per_sample_weights if isinstance(indices, Lookups) else per_sample_weights
+    else:
+        lookups, operator = OfBatch(indices, offsets, per_sample_weights), _of_batch
+        required, optional = (indices, offsets), (per_sample_weights, out)
     if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
         raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
     records = torch.is_grad_enabled()
-    may_record = records and _may_record()
-    is_required = _require_gradients(weights, differentiated) if may_record else None
-    choices_of_call = (dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
-    if (may_record and (is_required or requires_grad)) or (records and optimizer is not None):
-        record = _recorded if may_record or not torch.compiler.is_compiling() else _recorded_behind_a_break
-        return record(weights, indices, offsets, per_sample_weights, out, choices_of_call, optimizer)
-    if optimizer is not None and not torch.compiler.is_compiling():
+    if out is not None and records and (optimizer or requires_grad or _require_gradients(weights, differentiated)):
+        raise NotImplementedError("out: cannot be given where gradients are recorded")
+    dims = tuple(dim_per_rank) if type(dim_per_rank) is list else dim_per_rank  # keys are found by tuples
+    split = tuple(batch_per_rank) if type(batch_per_rank) is list else batch_per_rank
+    choices = (dims, split, dtype, wire_dtype, pooling, bounds, schedule, columns)
+    is_plain = not torch.compiler.is_compiling() and operator.is_plain(required, optional)
+    if is_plain is not False:
+        world = _world.for_call()
+        plans, key, has_gradients = _prepared(world, world.team, weights, lookups, choices)
+        is_required = requires_grad or has_gradients or (differentiated is not None and differentiated.requires_grad)
+        if records and (is_required or optimizer is not None):
+            launch = functools.partial(_launched, world, plans, key, weights, lookups)
+            return _recorded(EmbeddingCall(world, key, tuple(weights), arrived), launch, lookups, optimizer)
+        if optimizer is not None:
+            refuse_half_updated(optimizer, world)
+        if is_plain:
+            return _launched(world, plans, key, weights, lookups, out)
+    dispatch = _dispatched if optimizer is None or not records else _dispatched_behind_a_break
+    return dispatch(operator, weights, lookups, arrived, out, choices, optimizer, requires_grad, is_plain)
+
+
+def _dispatched(
+    operator: TorchOperator,
+    weights: Sequence[torch.Tensor],
+    lookups: OfBatch | OfSources,
+    arrived: Lookups | None,
+    out: torch.Tensor | None,
+    choices: tuple[Any, ...],
+    optimizer: EmbeddingOptimizer | None,
+    requires_grad: bool,
+    is_plain: bool | None,
+) -> torch.Tensor:
+    """Make a call that a mode, a transform or a compiler is to see, or that the gate refuses."""
+    tensors = (*(each for each in lookups if isinstance(each, torch.Tensor)), out)
+    launch = functools.partial(
+        operator.dispatch, (weights, *lookups, *choices), {"out": out}, tensors, weights, is_plain=is_plain
+    )
+    named = {"per_sample_weights": arrived.per_sample_weights} if arrived is not None else lookups._asdict()
+    records, is_compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+    # The backward pass may be the package's where no compiler or mode stands between.
+    is_own = requires_grad or _require_gradients(weights, named["per_sample_weights"])
+    if records and (optimizer is not None or (is_own and not (is_compiling or num_dispatch_modes()))):
+        require_plain_list("weights", weights)
+        require_plain({name: each for name, each in named.items() if each is not None}, may_be_fake=True)
+        world = _world.for_call()
+        _, key, _ = _prepared(world, world.team, weights, lookups, choices)
+        return _recorded(EmbeddingCall(world, key, tuple(weights), arrived), launch, lookups, optimizer)
+    if optimizer is not None and not is_compiling:
         refuse_half_updated(optimizer, _world.current())
-    tables = () if is_required is False else weights  # whose gradients are asked for
-    return _unrecorded(weights, indices, offsets, per_sample_weights, out=out, choices=choices_of_call, tables=tables)
+    return launch()  # type: ignore[no-any-return]
+
+
+_dispatched_behind_a_break = uncompiled(_dispatched)
 
 
 def _recorded(
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor | Lookups,
-    offsets: torch.Tensor | None,
-    per_sample_weights: torch.Tensor | None,
-    out: torch.Tensor | None,
-    choices: tuple[Any, ...],
+    call: EmbeddingCall,
+    launch: Callable[[], torch.Tensor],
+    lookups: OfBatch | OfSources,
     optimizer: EmbeddingOptimizer | None,
 ) -> torch.Tensor:
     """Make a call that has a backward pass."""
     if optimizer is not None and not torch.compiler.is_compiling():
-        refuse_half_updated(optimizer, _world.current())
-    is_direct = _may_record() and not is_watched()
-    given: tuple[Any, ...] = ()
-    if isinstance(indices, Lookups):
-        arrived, named = indices, {"per_sample_weights": indices.per_sample_weights}
-    else:
-        arrived, given = None, (indices, offsets, per_sample_weights)
-        named = {"indices": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
-        is_direct = is_direct and bool(_operator.is_plain((indices, offsets), (per_sample_weights,)))
-    if not is_direct:
-        require_plain_list("weights", weights)
-        require_plain({name: each for name, each in named.items() if each is not None}, may_be_fake=True)
-    if out is not None:
-        raise NotImplementedError("out: cannot be given where gradients are recorded")
-    world = _world.for_call()
-    kind = LookupKind.of_batch(*given) if arrived is None else _kind_of_arrived(weights, arrived)
-    key = _key(world, world.team, weights, kind, *choices)
-    # The backward pass reads what it was called with, also where the caller's lists are filled again meanwhile.
-    weights = tuple(weights)
-    launch: Callable[..., torch.Tensor]
-    if not is_direct:  # what a mode or a compiler is to see
-        first = () if arrived is None else (arrived, None, None)
-        launch = functools.partial(_unrecorded, weights, *first, out=None, choices=choices, tables=weights)
-    elif arrived is None:
-        launch = functools.partial(_launched, world, _plans(world), key, weights)
-    else:
-        launch = functools.partial(_launched_from, world, key, weights, arrived.sources)
-    call = EmbeddingCall(world, key, weights, arrived)
+        refuse_half_updated(optimizer, call.world)
+    given = lookups if isinstance(lookups, OfBatch) else ()
     return record_sparse(call, launch, *given) if optimizer is None else record_update(optimizer, call, launch, *given)
-
-
-_recorded_behind_a_break = uncompiled(_recorded)
-
-
-def _unrecorded(
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor | Lookups,
-    offsets: torch.Tensor | None,
-    per_sample_weights: torch.Tensor | None,
-    *,
-    out: torch.Tensor | None,
-    choices: tuple[Any, ...],
-    tables: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Make a call without a backward pass; `tables`: whose gradients are asked for."""
-    result: torch.Tensor
-    if isinstance(indices, Lookups):
-        kind = _kind_of_arrived(weights, indices)
-        of_kind = (kind.index_dtype, kind.is_weighted, kind.lookups_per_bag, kind.num_beside)
-        arguments = (weights, indices.sources, *of_kind, *choices)
-        result = _operator_from_sources(arguments, {"out": out}, (indices.sources,), (out,), tables)
-    else:
-        assert offsets is not None
-        arguments = (weights, indices, offsets, per_sample_weights, *choices)
-        result = _operator(arguments, {"out": out}, (indices, offsets), (per_sample_weights, out), tables)
-    return result
-
-
-def _kind_of_arrived(weights: Sequence[torch.Tensor], lookups: Lookups) -> LookupKind:
-    num_bags = len(weights) * sum(lookups.batch_per_rank or ())
-    lookups_per_bag = average_lookups_per_bag(lookups.capacity, num_bags)
-    return LookupKind(
-        lookups.index_dtype, torch.int32, num_bags + 1, lookups.is_weighted, lookups_per_bag, True, lookups.num_beside
-    )
-
-
-def _as_before(
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor | Lookups,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    out: torch.Tensor | None,
-    choices: tuple[Any, ...],
-) -> torch.Tensor | None:
-    """Make a call that only the kernel wants to see, where one like it has been made; return None elsewhere.
-
-    It is a shorter way to the same plan: most calls are of known tables for which no gradient is recorded, and differ
-    from an earlier one in their lookups alone.
-    """
-    if not (isinstance(weights, (list, tuple)) and _operator.is_plain((indices, offsets), (per_sample_weights, out))):
-        return None
-    assert isinstance(indices, torch.Tensor)  # as are all of a plain call
-    world = _world.admitted()
-    if world is None:
-        return None
-    state = OPERATOR.state(world)
-    tables = None if state.own is None else state.own.find_unchanged(weights)
-    if tables is None:
-        return None
-    dims, batches, columns = choices[0], choices[1], choices[-1]
-    if not (dims is None and batches is None and columns is None):
-        numbers = dims, batches, columns
-        if not all(each is None or isinstance(each, (list, tuple)) for each in numbers):
-            return None
-        dims, batches, columns = (None if each is None else tuple(each) for each in numbers)
-        choices = dims, batches, *choices[2:-1], columns
-    num_offsets = offsets.numel()
-    lookups_per_bag = average_lookups_per_bag(indices.numel(), num_offsets - 1)
-    call = indices.dtype, offsets.dtype, num_offsets, per_sample_weights is None, lookups_per_bag, choices
-    try:
-        known = tables.calls.get(call)
-    except TypeError:  # of what is not what it should be
-        return None
-    if known is None:
-        kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
-        known = tables.keep_call(call, (Choices.of(weights, *choices), kind))
-    key = EmbeddingKey(world.team, tables, state.tuning, *known)
-    return _launched(world, state.plans, key, weights, indices, offsets, per_sample_weights, out)
-
-
-def _may_record() -> bool:
-    """Return whether a call's backward pass may be the package's: no compiler or mode stands between."""
-    return not (torch.compiler.is_compiling() or num_dispatch_modes())
 
 
 def _require_gradients(weights: Sequence[torch.Tensor], per_sample_weights: torch.Tensor | None) -> bool | None:
@@ -327,49 +259,40 @@ def pool_alone(
     Not collective, on the current stream; may be captured in a CUDA graph after one eager call with the same shapes.
     """
     world = _world.for_call()
-    kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
     dims, batch = sum(weight.shape[1] for weight in weights), (offsets.numel() - 1) // len(weights)
-    key = _key(world, world.alone, weights, kind, (dims,), (batch,), None, None, pooling, bounds, SCHEDULES[0])
-    return _launched(world, _plans(world), key, weights, indices, offsets, per_sample_weights)
-
-
-def _complete(
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    dim_per_rank: Sequence[int] | None,
-    batch_per_rank: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    wire_dtype: torch.dtype | None,
-    *choices: Any,
-) -> tuple[Any, ...]:
-    """Fill in what the dispatcher is to see."""
-    world = _world.current()
-    if dim_per_rank is None and torch.compiler.is_compiling():
-        dim_per_rank = dims_at_compile_time(*weights)
-    elif dim_per_rank is None and num_dispatch_modes():
-        dim_per_rank = exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
-    of_call = completed(world, weights, offsets.numel(), dim_per_rank, batch_per_rank, dtype, wire_dtype)
-    return (weights, indices, offsets, per_sample_weights, *of_call, *choices, world.rank)
+    choices = ((dims,), (batch,), None, None, pooling, bounds, SCHEDULES[0])
+    lookups = OfBatch(indices, offsets, per_sample_weights)
+    plans, key, _ = _prepared(world, world.alone, weights, lookups, choices)
+    return _launched(world, plans, key, weights, lookups)
 
 
 # ---- launch --------------------------------------------------------------------------------------------------------
 
 
-def _run(
+def _prepared(
+    world: _world.World,
+    team: Team,
     weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    *choices: Any,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Find or make the plan, launch it, return the result."""
-    world = _world.for_call()
-    kind = LookupKind.of_batch(indices, offsets, per_sample_weights)
-    key = _key(world, world.team, weights, kind, *choices[:_NUM_CHOICES])
-    return _launched(world, _plans(world), key, weights, indices, offsets, per_sample_weights, out)
+    lookups: OfBatch | OfSources,
+    choices: tuple[Any, ...],
+) -> tuple[Plans[EmbeddingPlan], EmbeddingKey, bool]:
+    """Return the plans, a call's key among them, and whether a table requires a gradient; `choices`: of `Choices.of`.
+
+    Most calls differ from an earlier one in their lookups alone: their keys are found by what the caller has passed.
+    """
+    state = OPERATOR.state(world)
+    seen = (state.own or table_sets(world)).see(weights)
+    tables, kind = seen.tables, lookups.kind(weights, choices[1])
+    call: Any = (team, state.tuning, kind, choices)
+    try:
+        key = tables.keys.get(call)
+    except TypeError:  # lists of numbers, or what has no place here
+        call = key = None
+    if key is None:
+        key = EmbeddingKey(team, tables, state.tuning, Choices.of(weights, *choices), LookupKind(*kind))
+        if call is not None:
+            tables.keep_key(call, key)
+    return state.plans, key, seen.requires_grad
 
 
 def _launched(
@@ -377,174 +300,82 @@ def _launched(
     plans: Plans[EmbeddingPlan],
     key: EmbeddingKey,
     weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
+    lookups: OfBatch | OfSources,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Find or make the plan, check what may change from call to call, launch, return the result."""
+    """Find or make the plan, launch it, return the result."""
 
     def build() -> EmbeddingPlan:
-        check_types(weights, indices, offsets, per_sample_weights, *key.choices, out=out)
+        check_types(weights, lookups._asdict(), *key.choices)
         return _new_plan(world, key, weights)
 
     plan = plans.get(key, build)
     world.workspace.changes.check("weights", weights)
-    plan.check_lookups(indices, offsets, per_sample_weights)
     if out is not None:
-        lookups = {"indices": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
-        plan.check_output(out, weights, lookups)
-        plan.launch(world, indices, offsets, per_sample_weights, _place_of(world, out))
+        plan.check_output(out, weights, lookups._asdict() if isinstance(lookups, OfBatch) else {})
+        offset = world.heap.offset_of(out, "out")
+        increment_version(out)
+        plan.launch(lookups, offset)
         return out
     slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=world.workspace.is_capturing())
-    plan.launch(world, indices, offsets, per_sample_weights, slot.offset)
+    plan.launch(lookups, slot.offset)
     return slot.tensor(plan.dtype, plan.output_shape)
-
-
-def _run_from_sources(
-    weights: Sequence[torch.Tensor],
-    sources: torch.Tensor,
-    index_dtype: torch.dtype,
-    is_weighted: bool,
-    lookups_per_bag: int,
-    num_beside: int,
-    dim_per_rank: Sequence[int] | None,
-    batch_per_rank: Sequence[int],
-    *choices: Any,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The same for lookups that are where an input exchange has left them, which has checked them."""
-    world = _world.for_call()
-    num_offsets = len(weights) * sum(batch_per_rank) + 1
-    kind = LookupKind(index_dtype, torch.int32, num_offsets, is_weighted, lookups_per_bag, True, num_beside)
-    key = _key(world, world.team, weights, kind, dim_per_rank, batch_per_rank, *choices[: _NUM_CHOICES - 2])
-    return _launched_from(world, key, weights, sources, out)
-
-
-def _launched_from(
-    world: _world.World,
-    key: EmbeddingKey,
-    weights: Sequence[torch.Tensor],
-    sources: torch.Tensor,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-
-    def build() -> EmbeddingPlan:
-        check_tables_and_split(weights, *key.choices, out=out)
-        return _new_plan(world, key, weights)
-
-    plan = _plans(world).get(key, build)
-    world.workspace.changes.check("weights", weights)
-    if out is not None:
-        plan.check_output(out, weights, {})
-        plan.launch_from(world, sources, _place_of(world, out))
-        return out
-    slot = world.outputs.take(plan.output_bytes, world.backend.stream(), is_captured=world.workspace.is_capturing())
-    plan.launch_from(world, sources, slot.offset)
-    return slot.tensor(plan.dtype, plan.output_shape)
-
-
-def _key(
-    world: _world.World, team: Team, weights: Sequence[torch.Tensor], lookups: LookupKind, *choices: Any
-) -> EmbeddingKey:
-    """Return the key of a call's plan; `choices`: see `Choices`."""
-    state = OPERATOR.state(world)
-    tables = (state.own or table_sets(world)).find(weights)
-    return EmbeddingKey(team, tables, state.tuning, Choices.of(weights, *choices), lookups)
-
-
-def _plans(world: _world.World) -> Plans[EmbeddingPlan]:
-    plans: Plans[EmbeddingPlan] = OPERATOR.state(world).plans
-    return plans
 
 
 def _new_plan(world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Tensor]) -> EmbeddingPlan:
-    dim_per_rank, batch_per_rank, *_ = completed(world, weights, key.lookups.num_offsets, *key.choices[:4])
-    return EmbeddingPlan(world, key, weights, dim_per_rank, batch_per_rank)
+    return EmbeddingPlan(world, key, weights, *completed(world, weights, key.lookups.num_offsets, *key.choices[:2]))
 
 
-def _place_of(world: _world.World, out: torch.Tensor) -> int:
-    """Return where in the heap a tensor is, which is written now."""
-    offset = world.heap.offset_of(out, "out")
-    increment_version(out)
-    return offset
+# ---- torch operators -----------------------------------------------------------------------------------------------
 
 
-# ---- torch operator ------------------------------------------------------------------------------------------------
+def _operator_of(name: str, of: type[OfBatch] | type[OfSources], lookups: str) -> TorchOperator:
+    """Return one of the two, whose lookups are given as `lookups` in torch's schema language, a field of `of` each."""
+    count = len(of._fields)
 
+    def run(weights: Sequence[torch.Tensor], *arguments: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        world, choices = _world.for_call(), arguments[count : count + _NUM_CHOICES]
+        lookups = of(*arguments[:count])
+        plans, key, _ = _prepared(world, world.team, weights, lookups, choices)
+        return _launched(world, plans, key, weights, lookups, out)
 
-def _fake(
-    weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
-    dim_per_rank: Sequence[int],
-    batch_per_rank: Sequence[int],
-    dtype: torch.dtype,
-    wire_dtype: torch.dtype,
-    pooling: str,
-    bounds: str,
-    schedule: str,
-    columns: Sequence[int] | None = None,
-    rank: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if pooling not in POOLINGS or schedule not in SCHEDULES:
-        raise ValueError(
-            f"pooling: expected one of {POOLINGS}, got {pooling!r}; schedule: one of {SCHEDULES}, got {schedule!r}"
-        )
-    rows = batch_per_rank[_world.current().rank if rank is None else rank]
-    return indices.new_empty((rows, sum(dim_per_rank)), dtype=wire_dtype)
+    def check(weights: Sequence[torch.Tensor], *arguments: Any, **_: object) -> None:
+        check_types(weights, of(*arguments[:count])._asdict(), *arguments[count:])
 
+    def complete(weights: Sequence[torch.Tensor], *arguments: Any) -> tuple[Any, ...]:
+        """Fill in what the dispatcher is to see."""
+        world, (dims, batches, *_) = _world.current(), arguments[count:]
+        if dims is None and torch.compiler.is_compiling():
+            dims = dims_at_compile_time(*weights)
+        elif dims is None and num_dispatch_modes():
+            dims = exchange_dims(world, sum(weight.shape[1] for weight in weights))  # fake tables
+        num_offsets = arguments[1].numel() if of is OfBatch else 0  # the split comes with the lookups
+        dims, batches = completed(world, weights, num_offsets, dims, batches)
+        choices = Choices.of(weights, dims, batches, *arguments[count + 2 :])
+        return (weights, *arguments[:count], *choices, world.rank)
 
-def _fake_from_sources(
-    weights: Sequence[torch.Tensor],
-    sources: torch.Tensor,
-    index_dtype: torch.dtype,
-    is_weighted: bool,
-    lookups_per_bag: int,
-    num_beside: int,
-    dim_per_rank: Sequence[int],
-    batch_per_rank: Sequence[int],
-    dtype: torch.dtype,
-    wire_dtype: torch.dtype,
-    pooling: str,
-    bounds: str,
-    schedule: str,
-    columns: Sequence[int] | None = None,
-    rank: int | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    split_and_choices = (dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
-    return _fake(weights, sources, sources, None, *split_and_choices, rank, out)
+    def fake(weights: Sequence[torch.Tensor], *arguments: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        dims, batches, _, wire_dtype, pooling, _, schedule, *others = arguments[count:]
+        if pooling not in POOLINGS or schedule not in SCHEDULES:
+            raise ValueError(
+                f"pooling: expected one of {POOLINGS}, got {pooling!r}; schedule: one of {SCHEDULES}, got {schedule!r}"
+            )
+        rank = others[1] if len(others) > 1 else None  # behind the columns
+        rows = batches[_world.current().rank if rank is None else rank]
+        result: torch.Tensor = arguments[0].new_empty((rows, sum(dims)), dtype=wire_dtype)
+        return result
 
-
-def _check_from_sources(
-    weights: Sequence[torch.Tensor],
-    sources: torch.Tensor,
-    index_dtype: torch.dtype,
-    is_weighted: bool,
-    lookups_per_bag: int,
-    num_beside: int,
-    dim_per_rank: Sequence[int] | None,
-    batch_per_rank: Sequence[int] | None,
-    *others: object,
-    out: torch.Tensor | None,
-) -> None:
-    check_tables_and_split(weights, dim_per_rank, batch_per_rank, *others, out=out)
-
-
-def _complete_from_sources(
-    weights: Sequence[torch.Tensor],
-    sources: torch.Tensor,
-    index_dtype: torch.dtype,
-    is_weighted: bool,
-    lookups_per_bag: int,
-    num_beside: int,
-    *split_and_choices: Any,
-) -> tuple[Any, ...]:
-    completed = _complete(weights, sources, sources, None, *split_and_choices)
-    return (weights, sources, index_dtype, is_weighted, lookups_per_bag, num_beside, *completed[4:])
+    return TorchOperator(
+        name,
+        f"Tensor[] weights, {lookups}, {_SPLIT_AND_CHOICES}",
+        run,
+        check,
+        complete=complete,
+        fake=fake,
+        outputs=("out",),
+        no_gradient=_NO_GRADIENT,
+        result_in_heap=True,
+    )
 
 
 _NO_GRADIENT = (
@@ -557,28 +388,11 @@ _SPLIT_AND_CHOICES = (
     "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str pooling, str bounds, "
     "str schedule, SymInt[]? columns=None, int? rank=None"
 )
-_operator = TorchOperator(
-    "embedding_all_to_all",
-    f"Tensor[] weights, Tensor indices, Tensor offsets, Tensor? per_sample_weights, {_SPLIT_AND_CHOICES}",
-    _run,
-    check_types,
-    complete=_complete,
-    fake=_fake,
-    outputs=("out",),
-    no_gradient=_NO_GRADIENT,
-    result_in_heap=True,
-)
-_operator_from_sources = TorchOperator(
+_of_batch = _operator_of("embedding_all_to_all", OfBatch, "Tensor indices, Tensor offsets, Tensor? per_sample_weights")
+_from_sources = _operator_of(
     "embedding_all_to_all_from_sources",
-    "Tensor[] weights, Tensor sources, ScalarType index_dtype, bool is_weighted, SymInt lookups_per_bag, "
-    f"SymInt num_beside, {_SPLIT_AND_CHOICES}",
-    _run_from_sources,
-    _check_from_sources,
-    complete=_complete_from_sources,
-    fake=_fake_from_sources,
-    outputs=("out",),
-    no_gradient=_NO_GRADIENT,
-    result_in_heap=True,
+    OfSources,
+    "Tensor sources, ScalarType index_dtype, bool is_weighted, SymInt lookups_per_bag, SymInt num_beside",
 )
 
 

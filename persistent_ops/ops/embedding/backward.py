@@ -20,7 +20,7 @@ from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity, rows_o
 from .checks import check_gradient, seeds_of
 from .columns import columns_of
 from .plan import OPERATOR as FORWARD
-from .recorded_call import EmbeddingCall, Inputs, OfBatch, Recording, record
+from .recorded_call import BatchInputs, EmbeddingCall, Inputs, Recording, record
 from .split import completed, table_set
 from .table_set import TableSet
 from .widths import agree_on_widths
@@ -291,7 +291,7 @@ class EmbeddingOptimizer:
         own = self._own
         # A CUDA graph keeps what its launches read and write.
         plan = plans.get(key, lambda: self._plan(world, key, weights), *weights, *own)
-        factors = inputs.factors
+        factors = inputs.per_sample_weights
         factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
         early_wgs = plan.early_wgs
         rate, scale, step_count, beta_powers, seeds, *states = own
@@ -323,7 +323,7 @@ class EmbeddingOptimizer:
 
 
 def record_update(
-    optimizer: EmbeddingOptimizer, call: EmbeddingCall, launch: Callable[..., torch.Tensor], *lookups: Any
+    optimizer: EmbeddingOptimizer, call: EmbeddingCall, launch: Callable[[], torch.Tensor], *lookups: Any
 ) -> torch.Tensor:
     """Make a call of `embedding_all_to_all`, and keep what the backward pass needs; see `record`."""
     found = call.key.tables
@@ -393,7 +393,7 @@ def update_alone(
         "sum",
         is_weighted=False,
     )
-    optimizer._launch(world, key, gradient, optimizer._tables, OfBatch(indices, offsets, None), wants_factors=False)
+    optimizer._launch(world, key, gradient, optimizer._tables, BatchInputs(indices, offsets, None), wants_factors=False)
 
 
 class _Token:
@@ -424,7 +424,8 @@ def backward_key(
         forward_pass: its number.
     """
     world, weights, (team, _, _, choices, lookups) = call.world, call.weights, call.key
-    dims, batches, dtype, _ = completed(world, weights, lookups.num_offsets, *choices[:4])
+    assert choices.dtype is not None  # as in all keys
+    dims, batches = completed(world, weights, lookups.num_offsets, *choices[:2])
     tables, dim_per_rank = table_set(world, weights), tuple(dims)
     if choices.columns is None:
         widths = agree_on_widths(world, optimizer or tables, dim_per_rank, weights, forward_pass)
@@ -438,7 +439,7 @@ def backward_key(
         dim_per_rank,
         widths,
         tuple(batches),
-        dtype,
+        choices.dtype,
         wire_dtype,
         choices.pooling,
         lookups.is_weighted,

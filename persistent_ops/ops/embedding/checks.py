@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ __all__ = [
     "check_gradient",
     "check_split",
     "check_tables",
-    "check_tables_and_split",
     "check_types",
     "check_wire",
     "most_rows",
@@ -36,34 +35,27 @@ BOUNDS = ("fatal", "ignore")
 
 def check_types(
     weights: Sequence[torch.Tensor],
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    per_sample_weights: torch.Tensor | None,
+    lookups: Mapping[str, Any],
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
     *choices: Any,
-    out: torch.Tensor | None,
 ) -> None:
-    """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents."""
-    check_tables_and_split(weights, dim_per_rank, batch_per_rank, *choices, out=out)
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        if tensor.dim() != 1:
-            raise ValueError(f"{name}: expected shape [n], got {list(tensor.shape)}")
+    """Raise TypeError, or ValueError for a number of dimensions, before anything looks at the arguments' contents.
 
-
-def check_tables_and_split(
-    weights: Sequence[torch.Tensor],
-    dim_per_rank: Sequence[int] | None,
-    batch_per_rank: Sequence[int] | None,
-    *choices: Any,
-    out: torch.Tensor | None,
-) -> None:
-    """The same for what is not the lookups; `choices`: the other arguments, `columns` last."""
+    Args:
+        weights: tables.
+        lookups: by name: indices, offsets and more; or what an input exchange has left, which has checked it.
+        dim_per_rank, batch_per_rank: of `embedding_all_to_all`.
+        choices: the other arguments, `columns` last.
+    """
     check_are_tables(weights)
     columns = choices[-1] if choices else None
     for name, values in (("dim_per_rank", dim_per_rank), ("batch_per_rank", batch_per_rank), ("columns", columns)):
         if values is not None and not all(isinstance(value, int) for value in values):
             raise TypeError(f"{name}: expected whole numbers, got {list(values)}")
+    for name in ("indices", "offsets"):
+        if name in lookups and lookups[name].dim() != 1:
+            raise ValueError(f"{name}: expected shape [n], got {list(lookups[name].shape)}")
 
 
 def check_are_tables(weights: Sequence[torch.Tensor]) -> None:

@@ -128,7 +128,7 @@ def dense_gradients(
 # ---- of the rows that lookups have -----------------------------------------------------------------------------------
 
 
-def record_sparse(call: EmbeddingCall, launch: Callable[..., torch.Tensor], *lookups: Any) -> torch.Tensor:
+def record_sparse(call: EmbeddingCall, launch: Callable[[], torch.Tensor], *lookups: Any) -> torch.Tensor:
     """Make a call of `embedding_all_to_all` whose backward pass gives tables sparse gradients; see `record`."""
     weights = call.weights
     _check_twins(weights)
@@ -175,7 +175,7 @@ def _sparse_gradients(
     key = backward_key(call, None, gradient.dtype, forward_pass)
     plan = gradient_plan(world, key, weights)
     inverted = inputs.invert(world, plan.rows, counts=key.pooling == "mean")
-    factors = inputs.factors
+    factors = inputs.per_sample_weights
     factor_gradients = torch.zeros_like(factors) if wants_factors and factors is not None else None
     touched = _Touched.of(plan, inverted, weights)
     # On a GPU gradients are handed on before the launch has ended: where it is given up, they are no numbers.

@@ -20,6 +20,7 @@ from ...runtime.workspace import InputRecord, Workspace
 from ...runtime.world import World
 from .checks import check_are_tables
 from .inputs_plan import MOST_LOOKUPS, OPERATOR, OUTGOING, InputsKey, InputsLayout, InputsPlan, outgoing_bytes
+from .plan import OfSources, average_lookups_per_bag
 
 __all__ = [
     "Capacity",
@@ -422,6 +423,11 @@ class Lookups:
         indices = view("indices", self.index_dtype, capacity)
         first_sample, count = words[fields["first_sample"]], words[fields["count"]]
         return LookupSource(first_sample, samples, offsets, indices, weights, count, capacity)
+
+    def for_tables(self) -> OfSources:
+        """Return them as a forward pass reads them."""
+        lookups_per_bag = average_lookups_per_bag(self.capacity, self.num_slots * sum(self.batch_per_rank or ()))
+        return OfSources(self.sources, self.index_dtype, self.is_weighted, lookups_per_bag, self.num_beside)
 
     def check_is_here(self) -> None:
         """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""

@@ -31,10 +31,10 @@ __all__ = [
     "EmbeddingKey",
     "EmbeddingPlan",
     "LookupKind",
+    "OfBatch",
+    "OfSources",
     "Tuning",
     "average_lookups_per_bag",
-    "dtypes_of",
-    "numbers_of",
     "sample_requests",
 ]
 
@@ -131,14 +131,36 @@ class LookupKind(NamedTuple):
     from_sources: bool = False
     num_beside: int = 0
 
-    @classmethod
-    def of_batch(
-        cls, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
-    ) -> LookupKind:
-        """Return the kind of the global batch's lookups, side by side as `embedding_all_to_all` takes them."""
+
+class OfBatch(NamedTuple):
+    """The lookups of the global batch, side by side as `embedding_all_to_all` takes them."""
+
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    per_sample_weights: torch.Tensor | None
+
+    def kind(self, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int] | None) -> tuple[Any, ...]:
+        """Return what a plan has to know of them: the fields of a `LookupKind`."""
+        indices, offsets, factors = self
         num_offsets = offsets.numel()
         lookups_per_bag = average_lookups_per_bag(indices.numel(), num_offsets - 1)
-        return cls(indices.dtype, offsets.dtype, num_offsets, per_sample_weights is not None, lookups_per_bag)
+        return indices.dtype, offsets.dtype, num_offsets, factors is not None, lookups_per_bag
+
+
+class OfSources(NamedTuple):
+    """The lookups that an input exchange has left: see `Lookups` and `LookupKind`."""
+
+    sources: torch.Tensor
+    index_dtype: torch.dtype
+    is_weighted: bool
+    lookups_per_bag: int
+    num_beside: int
+
+    def kind(self, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int] | None) -> tuple[Any, ...]:
+        """Return what a plan has to know of them: the fields of a `LookupKind`."""
+        _, index_dtype, is_weighted, lookups_per_bag, num_beside = self
+        num_offsets = len(weights) * sum(batch_per_rank or ()) + 1
+        return index_dtype, torch.int32, num_offsets, is_weighted, lookups_per_bag, True, num_beside
 
 
 class Choices(NamedTuple):
@@ -167,26 +189,25 @@ class Choices(NamedTuple):
         columns: Sequence[int] | None = None,
     ) -> Choices:
         """Return what a call has chosen, with sequences as tuples, and both dtypes."""
-        dims, batches = numbers_of("dim_per_rank", dim_per_rank), numbers_of("batch_per_rank", batch_per_rank)
-        dtypes = dtypes_of(weights, dtype, wire_dtype)
-        return cls(dims, batches, *dtypes, pooling, bounds, schedule, numbers_of("columns", columns))
+        if dim_per_rank is not None:
+            dim_per_rank = _numbers_of("dim_per_rank", dim_per_rank)
+        if batch_per_rank is not None:
+            batch_per_rank = _numbers_of("batch_per_rank", batch_per_rank)
+        if columns is not None:
+            columns = _numbers_of("columns", columns)
+        if dtype is None:
+            dtype = weights[0].dtype if len(weights) else torch.float32
+        if wire_dtype is None:
+            wire_dtype = dtype
+        return cls(dim_per_rank, batch_per_rank, dtype, wire_dtype, pooling, bounds, schedule, columns)
 
 
-def numbers_of(name: str, values: Sequence[int] | None) -> tuple[int, ...] | None:
+def _numbers_of(name: str, values: Sequence[int]) -> tuple[int, ...]:
     """Return a sequence as a tuple, which the caller's own changes do not reach."""
     try:
-        return None if values is None else tuple(values)
+        return tuple(values)
     except TypeError:
         raise TypeError(f"{name}: expected a sequence of whole numbers, got {values!r}") from None
-
-
-def dtypes_of(
-    weights: Sequence[torch.Tensor], dtype: torch.dtype | None, wire_dtype: torch.dtype | None
-) -> tuple[torch.dtype, torch.dtype]:
-    """Return the tables' dtype, and that of pooled rows, where the caller left them to the tables."""
-    if dtype is None:
-        dtype = weights[0].dtype if len(weights) else torch.float32
-    return dtype, dtype if wire_dtype is None else wire_dtype
 
 
 class EmbeddingKey(NamedTuple):
@@ -386,25 +407,6 @@ class EmbeddingPlan(Plan):
         self._words = upload(self._backend, self._struct)
         self._address = self._words.data_ptr()
 
-    def check_lookups(
-        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None
-    ) -> None:
-        """Raise for what may change from call to call under one signature."""
-        device = self._device
-        for tensor in (indices, offsets):
-            if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device != device:
-                break
-        else:
-            given = per_sample_weights
-            if given is None or (
-                given.dtype == torch.float32
-                and given.shape == indices.shape
-                and given.is_contiguous()
-                and given.device == device
-            ):
-                return
-        _LOOKUPS.check(device, indices, offsets, per_sample_weights)  # raises
-
     def check_output(
         self, out: torch.Tensor, weights: Sequence[torch.Tensor], lookups: Mapping[str, torch.Tensor | None]
     ) -> None:
@@ -423,27 +425,29 @@ class EmbeddingPlan(Plan):
         if self._tables_in_heap:
             check_apart("out", out, {f"weights[{t}]": weights[t] for t in self._tables_in_heap})
 
-    def launch(
-        self,
-        world: World,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
-        per_sample_weights: torch.Tensor | None,
-        output_offset: int,
-    ) -> None:
-        """Launch on the current stream; the output goes to `output_offset` of this PE's heap."""
-        call = self._new_call()
-        call.indices, call.offsets, call.num_indices = indices.data_ptr(), offsets.data_ptr(), indices.numel()
-        if per_sample_weights is not None:  # as in all calls of this plan
-            call.weights = per_sample_weights.data_ptr()
-        call.output_offset = output_offset
-        world.workspace.launch(self._kernel, self._grid, self._address, call, is_counted=self._is_collective)
+    def launch(self, lookups: tuple[Any, ...], output_offset: int) -> None:
+        """Check what may change from call to call of a key, and launch on the current stream.
 
-    def launch_from(self, world: World, sources: torch.Tensor, output_offset: int) -> None:
-        """The same for lookups where an input exchange has left them; `sources`: of `Lookups`."""
-        call = self._new_call()
-        call.sources, call.output_offset = sources.data_ptr(), output_offset
-        world.workspace.launch(self._kernel, self._grid, self._address, call, is_counted=self._is_collective)
+        Args:
+            lookups: an `OfBatch`, or an `OfSources` where the key says so.
+            output_offset: where the output goes in this PE's heap.
+        """
+        call, device = self._new_call(), self._device
+        if self._key.lookups.from_sources:
+            call.sources = lookups[0].data_ptr()
+        else:
+            indices, offsets, factors = lookups
+            is_right = factors is None or (factors.dtype == torch.float32 and factors.shape == indices.shape)
+            for each in lookups:
+                if each is not None and (each.dim() != 1 or not each.is_contiguous() or each.device != device):
+                    is_right = False
+            if not is_right:
+                _LOOKUPS.check(device, *lookups)  # raises
+            call.indices, call.offsets, call.num_indices = indices.data_ptr(), offsets.data_ptr(), indices.numel()
+            if factors is not None:  # as in all calls of this plan
+                call.weights = factors.data_ptr()
+        call.output_offset = output_offset
+        self._world.workspace.launch(self._kernel, self._grid, self._address, call, is_counted=self._is_collective)
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------

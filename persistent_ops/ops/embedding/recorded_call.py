@@ -14,10 +14,10 @@ from ...runtime.torch_private import is_zero_tensor
 from ...runtime.uncompiled import uncompiled
 from .inversion import Inverted, Rows, invert, invert_sources
 from .lookups import Lookups
-from .plan import EmbeddingKey
+from .plan import EmbeddingKey, OfBatch
 from .weight_gradients import return_gradients
 
-__all__ = ["EmbeddingCall", "Inputs", "OfBatch", "Recording", "record"]
+__all__ = ["BatchInputs", "EmbeddingCall", "Inputs", "Recording", "record"]
 
 _plain = PlainCalls()  # gradients
 
@@ -38,18 +38,14 @@ class EmbeddingCall(NamedTuple):
     arrived: Lookups | None
 
 
-class OfBatch(NamedTuple):
-    """The lookups of the global batch, side by side."""
-
-    indices: torch.Tensor
-    offsets: torch.Tensor
-    factors: torch.Tensor | None
+class BatchInputs(OfBatch):
+    """The lookups of the global batch as a backward pass reads them."""
 
     def check(self) -> None:
         """Nothing: torch has seen that they have not changed."""
 
     def invert(self, world: _world.World, rows: Rows, *, counts: bool, room_for: int = 0) -> Inverted:
-        has_factors = self.factors is not None
+        has_factors = self.per_sample_weights is not None
         return invert(world, rows, self.indices, self.offsets, counts=counts, lookups=has_factors, room_for=room_for)
 
     def returned(self, world: _world.World, gradients: torch.Tensor) -> torch.Tensor:
@@ -61,13 +57,14 @@ class _OfExchange:
     """The same, where an input exchange has left them.
 
     Attributes:
-        factors: all floats of the regions, among which the sort by row numbers the weights; None where there are none.
+        per_sample_weights: all floats of the regions, among which the sort by row numbers the weights; None where there
+            are none.
     """
 
     def __init__(self, lookups: Lookups) -> None:
         self._lookups, memory = lookups, lookups.memory
         is_weighted = lookups.is_weighted
-        self.factors = memory[: memory.numel() // 4 * 4].view(torch.float32) if is_weighted else None
+        self.per_sample_weights = memory[: memory.numel() // 4 * 4].view(torch.float32) if is_weighted else None
 
     def check(self) -> None:
         self._lookups.check_is_here()
@@ -82,7 +79,7 @@ class _OfExchange:
         return return_gradients(world, self._lookups, gradients)
 
 
-Inputs = OfBatch | _OfExchange
+Inputs = BatchInputs | _OfExchange
 
 
 def _never_changed() -> int:
@@ -109,14 +106,14 @@ class Recording(NamedTuple):
 
 
 def record(
-    recording: Recording, call: EmbeddingCall, launch: Callable[..., torch.Tensor], *lookups: Any
+    recording: Recording, call: EmbeddingCall, launch: Callable[[], torch.Tensor], *lookups: Any
 ) -> torch.Tensor:
     """Make a call, and keep what its backward pass needs.
 
     Args:
         recording: how that is made.
         call: see above.
-        launch: makes the call, of `lookups`, and returns its result.
+        launch: makes the call, and returns its result.
         lookups: indices, offsets and per_sample_weights of the global batch; none where they have arrived.
     """
     # Autograd sees the tables that a gradient may come for.
@@ -138,7 +135,7 @@ class _Recorded(torch.autograd.Function):
         factors: torch.Tensor | None,
         recording: Recording,
         call: EmbeddingCall,
-        launch: Callable[..., torch.Tensor],
+        launch: Callable[[], torch.Tensor],
         others: Sequence[torch.Tensor],
         *tables: torch.Tensor,
     ) -> torch.Tensor:
@@ -148,9 +145,7 @@ class _Recorded(torch.autograd.Function):
             context.versions = _versions(context)
         if call.arrived is None:
             context.save_for_backward(*others, factors)
-            result = launch(*others, factors)
-        else:
-            result = launch()
+        result = launch()
         calls = call.world.workspace.calls
         context.number = calls.last
         calls.name(context.number, recording.name)
@@ -172,7 +167,7 @@ class _Recorded(torch.autograd.Function):
         if not _plain.has(gradients):
             gradient = _memory_of(gradient)
         saved = context.saved_tensors  # torch refuses here what needs retain_graph, also where none are saved
-        inputs = OfBatch(*saved) if call.arrived is None else _OfExchange(call.arrived)
+        inputs = BatchInputs(*saved) if call.arrived is None else _OfExchange(call.arrived)
         inputs.check()
         context.is_done = True
         # Those that travel concern all PEs, whatever is asked for here.

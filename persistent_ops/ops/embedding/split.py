@@ -10,7 +10,7 @@ from ...runtime import world as _world
 from ...runtime.errors import BootstrapError
 from ...runtime.operator import Operator
 from ...runtime.torch_private import without_dispatch_modes
-from .plan import OPERATOR, dtypes_of
+from .plan import OPERATOR
 from .table_set import TableSet, TableSets
 
 __all__ = ["completed", "dims_at_compile_time", "exchange_dims", "table_set", "table_sets"]
@@ -24,15 +24,13 @@ def completed(
     num_offsets: int,
     dim_per_rank: Sequence[int] | None,
     batch_per_rank: Sequence[int] | None,
-    dtype: torch.dtype | None,
-    wire_dtype: torch.dtype | None,
-) -> tuple[Sequence[int], Sequence[int], torch.dtype, torch.dtype]:
+) -> tuple[Sequence[int], Sequence[int]]:
     """Fill in what the caller left to the operator. Collective where `dim_per_rank` is None and the tables are new."""
     if dim_per_rank is None:
         dim_per_rank = _agree_on_dims(world, table_sets(world).find(weights), weights)
     if batch_per_rank is None:
         batch_per_rank = _even_split(len(weights), num_offsets, world.size)
-    return dim_per_rank, batch_per_rank, *dtypes_of(weights, dtype, wire_dtype)
+    return dim_per_rank, batch_per_rank
 
 
 def table_set(world: _world.World, weights: Sequence[torch.Tensor]) -> TableSet:

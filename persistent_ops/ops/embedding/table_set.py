@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...runtime.plain_call import require_plain_list
 from ...runtime.torch_private import TensorGuards, storage_has_expired
 
-__all__ = ["TableSet", "TableSets"]
+__all__ = ["Sighting", "TableSet", "TableSets"]
 
 _address_of = torch.Tensor.data_ptr
 _MAX_SETS = 256  # lists that change without end must not collect
-_MAX_CALLS = 64
+_MAX_KEYS = 64
 
 
 class TableSet:
@@ -30,13 +30,13 @@ class TableSet:
 
     Attributes:
         dim_per_rank: what the PEs have agreed on for it; None before.
-        calls: what the keys of plans have of a call, by what it was like.
+        keys: of the plans of calls, by what a call was like.
         handles: of the tables' storages, for `storage_has_expired`.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self.dim_per_rank: tuple[int, ...] | None = None
-        self.calls: dict[Hashable, tuple[Any, ...]] = {}
+        self.keys: dict[Hashable, Any] = {}
         self._storages = [StorageWeakRef(weight.untyped_storage()) for weight in weights]
         self.handles = [storage.cdata for storage in self._storages]
 
@@ -44,16 +44,15 @@ class TableSet:
         """Return whether no table has been freed."""
         return not any(map(storage_has_expired, self.handles))
 
-    def keep_call(self, call: Hashable, of_key: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep and return what keys have of calls like this one."""
-        if len(self.calls) >= _MAX_CALLS:
-            self.calls.clear()
-        self.calls[call] = of_key
-        return of_key
+    def keep_key(self, call: Hashable, key: Any) -> None:
+        """Keep the key of calls like this one."""
+        if len(self.keys) >= _MAX_KEYS:
+            self.keys.clear()
+        self.keys[call] = key
 
 
-@dataclass(frozen=True)
-class _Sighting:
+@dataclass
+class Sighting:
     """A list of tensor objects that has been a set of tables.
 
     Attributes:
@@ -61,7 +60,7 @@ class _Sighting:
         addresses: of the tables.
         geometry: see `_geometry`.
         guards: compare a list with geometry, and with more, at less cost; None: there are none, or one occurs twice.
-        requires_grad: whether one of the objects did; `guards` compares that, too.
+        requires_grad: whether one of the objects does; `guards` compares that, too.
         references: to the objects; their ends make an end of this.
     """
 
@@ -71,14 +70,6 @@ class _Sighting:
     guards: Any
     requires_grad: bool
     references: list[weakref.ref[torch.Tensor]]
-
-    def is_of(self, weights: Sequence[torch.Tensor], *, may_differ: bool = False) -> bool:
-        """Return whether the tensor objects are still what they were; `may_differ`: in what does not matter."""
-        if self.addresses != list(map(_address_of, weights)) or any(map(storage_has_expired, self.tables.handles)):
-            return False
-        if may_differ:
-            return self.geometry == _geometry(weights)
-        return self.guards is not None and bool(self.guards.check(*weights))
 
 
 def _geometry(weights: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
@@ -110,33 +101,30 @@ class TableSets:
         self._make_room = make_room
         self._keep = keep
         # By the identities of the tensor objects: an entry goes when one of them does, so an identity cannot be reused.
-        self._sightings: dict[tuple[int, ...], _Sighting] = {}
+        self._sightings: dict[tuple[int, ...], Sighting] = {}
         self._sets: dict[tuple[object, ...], TableSet] = {}
-
-    def find_unchanged(self, weights: Sequence[torch.Tensor]) -> TableSet | None:
-        """Return the set of tensor objects that are as they were when they were found; None for others.
-
-        None too where a call records a gradient for one of them.
-        """
-        sighting = self._sightings.get(tuple(map(id, weights)))
-        if sighting is None or (sighting.requires_grad and torch.is_grad_enabled()):
-            return None
-        return sighting.tables if sighting.is_of(weights) else None
 
     def find(self, weights: Sequence[torch.Tensor]) -> TableSet:
         """Return the set that these tables are, a new one where they have not been seen; raise for what are none."""
+        return self.see(weights).tables
+
+    def see(self, weights: Sequence[torch.Tensor]) -> Sighting:
+        """Return the same with what the tensor objects are now."""
         if not isinstance(weights, (list, tuple)):
             require_plain_list("weights", weights)  # raises
         identity = tuple(map(id, weights))
         sighting = self._sightings.get(identity)
-        if sighting is not None and sighting.is_of(weights):
-            return sighting.tables
-        if sighting is not None and sighting.is_of(weights, may_differ=True):
-            if sighting.guards is not None:
-                requires_grad = any(weight.requires_grad for weight in weights)
-                sighting = replace(sighting, guards=_guards(weights), requires_grad=requires_grad)
-                self._sightings[identity] = sighting
-            return sighting.tables
+        if (
+            sighting is not None
+            and sighting.addresses == list(map(_address_of, weights))
+            and not any(map(storage_has_expired, sighting.tables.handles))
+        ):
+            if sighting.guards is not None and sighting.guards.check(*weights):
+                return sighting
+            if sighting.geometry == _geometry(weights):
+                sighting.guards = _guards(weights)
+                sighting.requires_grad = any(weight.requires_grad for weight in weights)
+                return sighting
         require_plain_list("weights", weights)
         storages = (weight.untyped_storage()._cdata for weight in weights)
         addresses, geometry = [weight.data_ptr() for weight in weights], _geometry(weights)
@@ -162,5 +150,6 @@ class TableSets:
 
         references = [weakref.ref(weight, forget) for weight in weights]
         requires_grad = any(weight.requires_grad for weight in weights)
-        sightings[identity] = _Sighting(tables, addresses, geometry, _guards(weights), requires_grad, references)
-        return tables
+        sighting = Sighting(tables, addresses, geometry, _guards(weights), requires_grad, references)
+        sightings[identity] = sighting
+        return sighting

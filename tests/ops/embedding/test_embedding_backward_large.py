@@ -14,12 +14,12 @@ import torch
 from worlds import in_world
 
 import persistent_ops as po
-from persistent_ops.ops.embedding.all_to_all import _key
+from persistent_ops.ops.embedding.all_to_all import _prepared
 from persistent_ops.ops.embedding.backward import record_update
 from persistent_ops.ops.embedding.backward_plan import OPERATOR, BackwardKey
 from persistent_ops.ops.embedding.gradients import _Touched, dense_gradients, dense_size, gradient_plan
 from persistent_ops.ops.embedding.inversion import invert
-from persistent_ops.ops.embedding.plan import LookupKind
+from persistent_ops.ops.embedding.plan import OfBatch
 from persistent_ops.ops.embedding.recorded_call import EmbeddingCall
 from persistent_ops.ops.embedding.split import table_set
 from persistent_ops.runtime import world as po_world
@@ -216,12 +216,13 @@ def _pushed() -> list[str]:
     for sample in {*range(first, first + samples)} & {*_BAGS[1]}:
         gradient[sample - first, _WIDTHS[0] :] = _gradient_of(sample, 1)
     optimizer = po.EmbeddingOptimizer([table], "sgd", lr=0.5)
-    world, kind = po_world.current(), LookupKind.of_batch(rows, offsets, None)
+    world, lookups = po_world.current(), OfBatch(rows, offsets, None)
     choices = (_WIDTHS, _SAMPLES, torch.bfloat16, None, "sum", "fatal", "communication_aware", None)
-    call = EmbeddingCall(world, _key(world, world.team, [table], kind, *choices), (table,), None)
+    _, key, _ = _prepared(world, world.team, [table], lookups, choices)
+    call = EmbeddingCall(world, key, (table,), None)
     # The forward pass alone would write all of its result.
     forward = functools.partial(_zeros, samples, sum(_WIDTHS), dtype=torch.bfloat16)
-    result = record_update(optimizer, call, lambda *_: forward(), rows, offsets, None)
+    result = record_update(optimizer, call, forward, *lookups)
     result.backward(gradient)
     po.check()
     wanted = torch.zeros(3, _WIDTHS[rank], device=device)
