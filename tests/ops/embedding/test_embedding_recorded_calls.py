@@ -366,7 +366,7 @@ def _moved_table() -> tuple[str, str]:
 
 def test_a_table_that_has_moved_is_refused_ahead_of_the_exchange() -> None:
     ((name, text),) = in_world(_moved_table, 1, "host")
-    assert name == "ValueError" and "where they lay when it was made" in text
+    assert name == "ValueError" and "expected the tables that the optimizer was made of" in text
 
 
 WRONG_OF_OPTIMIZERS: dict[str, tuple[Callable[[Any], object], str]] = {
