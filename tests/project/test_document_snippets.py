@@ -13,7 +13,7 @@ from worlds import python_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-PROGRAMS = [
+PROGRAMS = [  # those of one file: what imports `train` needs another block beside it
     pytest.param(path, block, id=f"{path.stem}-{number}")
     for path in [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
     for number, block in enumerate(_BLOCK.findall(path.read_text()))

@@ -118,7 +118,7 @@ def embedding_all_to_all(
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else, or makes the
             backward passes of several calls in another order; the same.
         NotImplementedError: `out` where gradients are recorded; in a backward pass of what torch.compile or
-            torch.ops have called without `optimizer`; with `Lookups`, inside of torch.compile without `optimizer`.
+            torch.ops have called without `optimizer`; with `Lookups`, inside of torch.compile.
         RuntimeError: `Lookups` that have been released, here or by the backward pass, or not been waited for; a
             backward pass without `optimizer` in a CUDA-graph capture.
 
