@@ -52,11 +52,12 @@ _CLIPPING = (
     "clamps single elements"
 )
 _RECOMPUTED = (
-    "a forward pass that torch.utils.checkpoint makes anew would read rows that another backward pass of this module "
-    "has updated since: of its calls in a step leave all but the last one out of checkpointed regions"
+    "a forward pass that torch.utils.checkpoint computes again would read rows that another backward pass of "
+    "this module has updated. Checkpoint only the last call of this module in a step."
 )
 _NOT_ANEW = (
-    "; a region that torch.utils.checkpoint makes anew can neither take what was sent nor be called while it waits"
+    "; a region that torch.utils.checkpoint computes again can neither take a batch that was sent "
+    "ahead nor run while one waits"
 )
 
 
@@ -592,7 +593,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def _check_world(self) -> None:
         if _world.for_call() is not self._world:
             raise RuntimeError(
-                "ShardedEmbeddingBagCollection: it was made in a world that has been left; make another one"
+                "ShardedEmbeddingBagCollection: this module was made before po.finalize(); make a new one in this world"
             )
 
     def _pool(self, features: SentFeatures) -> torch.Tensor:

@@ -134,8 +134,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         for name, value in self._fixed.items():
             if _plain(group[name]) != value:
                 raise NotImplementedError(
-                    f"param_groups: {name} is {value!r} for good, as the collection was made, not "
-                    f"{group[name]!r}; only lr may change"
+                    f"param_groups: {name} is {value!r} since the collection was made and cannot become "
+                    f"{group[name]!r}; change only lr"
                     + "; OneCycleLR and CyclicLR need cycle_momentum=False"
                     * (name == "betas")
                 )
@@ -168,9 +168,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         if self.__dict__.pop("found_inf", None) is not None:  # GradScaler says so to those that look themselves
             self.__dict__.pop("grad_scale", None)
             raise NotImplementedError(
-                "GradScaler: the backward pass updates the tables before their gradients could be looked at for "
-                "infinities, so a step cannot be skipped; train in float32 or bfloat16 without it, or step the dense "
-                "part's optimizer with it, and divide by a fixed scale through gradient_scale"
+                "GradScaler: the backward pass updates the tables before a scaler could check their gradients, so "
+                "no step can be skipped. Train in float32 or bfloat16 without it, or step only the dense part's "
+                "optimizer with it and pass a fixed gradient_scale."
             )
         if closure is not None:
             raise NotImplementedError("closure: the backward pass updates the tables, so it cannot be evaluated again")

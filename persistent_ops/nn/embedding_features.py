@@ -44,7 +44,7 @@ def features_of(jagged: Any, names: Sequence[str], *, is_weighted: bool) -> Feat
     if is_variable or inverse is not None:
         raise NotImplementedError(
             "features: variable batch per feature (VBE: a KeyedJaggedTensor with stride_per_key_per_rank or "
-            "inverse_indices) is not provided; repeat the samples so that every feature has the same batch"
+            "inverse_indices) is not supported; repeat the samples so that every feature has the same batch"
         )
     keys = list(jagged.keys())
     missing = [name for name in names if name not in keys]
@@ -57,8 +57,8 @@ def features_of(jagged: Any, names: Sequence[str], *, is_weighted: bool) -> Feat
         is_lost = weights is not None and not weights.requires_grad
         if is_lost and given is not None and given.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"features: weights require a gradient, but {type(jagged).__name__}.permute takes it away; pass "
-                f"features in the order {list(names)}"
+                f"features: weights require a gradient, but {type(jagged).__name__}.permute drops it; pass features "
+                f"in the order {list(names)}"
             )
     return Features(jagged.values(), jagged.lengths(), weights)
 

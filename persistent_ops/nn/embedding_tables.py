@@ -100,7 +100,9 @@ def _table_config(number: int, given: Any) -> TableConfig:
     if dtype not in SCALARS:
         raise TypeError(f"tables[{number}]: expected float32, float16 or bfloat16, got {dtype}")
     if getattr(given, "use_virtual_table", False) or getattr(given, "total_num_buckets", None):
-        raise NotImplementedError(f"tables[{number}]: virtual tables and buckets are not provided")
+        raise NotImplementedError(
+            f"tables[{number}]: virtual tables and buckets are not supported; pass a TableConfig without them"
+        )
     bounds = getattr(given, "init_range", None)
     low, high = getattr(given, "weight_init_min", None), getattr(given, "weight_init_max", None)
     if low is not None or high is not None:  # EmbeddingBagConfig: where one is missing, 1 / sqrt(R)

@@ -17,9 +17,9 @@ __all__ = ["ForwardPass", "ForwardPasses", "SentFeatures"]
 
 _MOST = 2
 _TWO_WAIT = (
-    "of a module's forward passes, those that torch.utils.checkpoint makes anew among them, at most two may wait for "
-    "their backward passes where batch_per_rank is given, or weights require a gradient: make the first one's backward "
-    "pass sooner, or leave batch_per_rank out"
+    "at most two forward passes of a module, with recomputed ones of torch.utils.checkpoint, may wait for their "
+    "backward passes if batch_per_rank is given or weights require a gradient: run the first one's backward pass "
+    "sooner, or leave batch_per_rank out"
 )
 
 
@@ -43,7 +43,9 @@ class SentFeatures:
     def take(self) -> list[Lookups]:
         """Return what is to be pooled, a handle for each group of tables; once."""
         if self.is_over:
-            raise RuntimeError("features: what input_dist returned has been pooled or released; send the batch again")
+            raise RuntimeError(
+                "features: the batch that input_dist returned was pooled or released before; call input_dist again"
+            )
         self.is_over = True
         return self.lookups
 

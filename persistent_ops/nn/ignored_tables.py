@@ -27,7 +27,7 @@ def ignore_sharded_tables(model: torch.nn.Module) -> None:
     for module in model.modules():
         if any(kind.__name__ == "DistributedModelParallel" for kind in type(module).__mro__):
             raise NotImplementedError(
-                "model: DistributedModelParallel spreads tables by itself; put the dense part under "
+                "model: DistributedModelParallel distributes tables on its own; put the dense part under "
                 "DistributedDataParallel instead"
             )
     sharded = [

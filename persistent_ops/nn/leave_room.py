@@ -83,7 +83,7 @@ def _problem(backends: Iterable[Any], num_sms: int, environment: Mapping[str, st
     for backend in backends:
         config = getattr(getattr(backend, "options", None), "config", None)
         if backend.name() != "nccl" or config is None:
-            return f"groups: expected NCCL's (2.17 or later), whose options say what it takes, got {backend.name()!r}"
+            return f"groups: expected process groups of NCCL 2.17 or later, got {backend.name()!r}"
         most, cluster = config.max_ctas, config.cga_cluster_size  # below 0: NCCL decides
         if (number := _number(environment, _MAX_CTAS)) > 0:
             most = number

@@ -89,8 +89,8 @@ class _Group:
         if self.group is None:
             return _Group, (None,)
         raise TypeError(
-            "RowParallelLinear: a process group cannot be pickled, which this layer was made with (group=); save its "
-            "state_dict()"
+            "RowParallelLinear: this layer was made with group=, and a process group cannot be pickled; save "
+            "its state_dict()"
         )
 
 
@@ -229,8 +229,8 @@ class _ParallelLinear(torch.nn.Module):
         if self._pe != (world.rank, world.size):
             rank, size = self._pe
             raise RuntimeError(
-                f"{type(self).__name__}: this layer is PE {rank}'s of {size}, and this is PE {world.rank} of "
-                f"{world.size}: make a new one, and load the whole layer's state dict"
+                f"{type(self).__name__}: this layer was made for PE {rank} of {size}, but this is PE {world.rank} "
+                f"of {world.size}. Make a new layer and load the whole layer's state dict."
             )
         if not torch.compiler.is_compiling():
             require_plain({"x": x}, may_be_fake=True)
@@ -473,7 +473,10 @@ class RowParallelLinear(_ParallelLinear):
     def _refuse_gradients(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         tensors = (x, self.weight, self.bias, residual)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-            raise NotImplementedError("RowParallelLinear is forward only: call it under torch.no_grad()")
+            raise NotImplementedError(
+                "RowParallelLinear: the layer is forward only, but gradients are recorded; call it under "
+                "torch.no_grad()"
+            )
 
     def _all_reduced(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         with _without_autocast(x):
@@ -519,8 +522,9 @@ class RowParallelLinear(_ParallelLinear):
         distributed = torch.distributed
         if not (distributed.is_available() and distributed.is_initialized()):
             raise RuntimeError(
-                "RowParallelLinear: so many vectors take the unfused path, which needs torch.distributed: call "
-                "init_process_group on every PE, pass fewer at a time, or wire_dtype=weight.dtype"
+                "RowParallelLinear: this number of vectors takes the unfused path, which needs torch.distributed. "
+                "Call init_process_group on every PE, pass fewer vectors at a time, or pass "
+                "wire_dtype=weight.dtype."
             )
         size, rank = distributed.get_world_size(self._group.group), distributed.get_rank(self._group.group)
         if (size, rank) != (world.size, world.rank):

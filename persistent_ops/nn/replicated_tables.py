@@ -192,8 +192,8 @@ class ReplicatedTables:
         num_values = batch.given.values.numel()
         if self._is_fatal and (least < 0 or total != num_values):
             raise IndexError(
-                f"lengths: expected none below 0, and as many lookups as there are values, {num_values}; got {least} "
-                f"as the least length and {total} lookups"
+                f"lengths: expected lengths of at least 0 that sum to {num_values}, the number of values; got a "
+                f"least length of {least} and a sum of {total}"
             )
         has_room = True
         for stack, found in zip(self._stacks, of_stacks, strict=True):
@@ -396,11 +396,14 @@ class _Recorded(torch.autograd.Function):
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if context.is_done:
             raise RuntimeError(
-                "a second backward pass of one forward pass would update the replicated tables twice; call the module "
-                "again"
+                "backward: a second backward pass of one forward pass would update the replicated tables twice; "
+                "call the module again"
             )
         if _world.for_call() is not context.tables._world:
-            raise RuntimeError("the replicated tables: this backward pass is of a world that has been left")
+            raise RuntimeError(
+                "the replicated tables: the forward pass of this backward pass ran before po.finalize(); run the "
+                "forward pass again"
+            )
         saved = context.saved_tensors
         if context.begins is not None and context.versions != context.tables._versions():
             raise RuntimeError(

@@ -37,9 +37,9 @@ def check_memory(tables: Sequence[ShardedTable]) -> None:
         weight = table._parameters.get("weight")
         if weight is None or (weight.data_ptr(), weight.shape, weight.dtype, weight.stride()) != table.place:
             raise RuntimeError(
-                f"embedding_bags.{table.name}.weight: another tensor has taken its place (by `.data =`, "
-                "vector_to_parameters, functional_call, torch.export or the like), but kernels hold the memory of the "
-                "first one; write into that: weight.copy_() under torch.no_grad(), or load_state_dict"
+                f"embedding_bags.{table.name}.weight: its memory was replaced (by `.data =`, vector_to_parameters, "
+                "functional_call, torch.export or the like), but kernels use the original memory. Write into the "
+                "parameter: weight.copy_() under torch.no_grad(), or load_state_dict."
             )
 
 

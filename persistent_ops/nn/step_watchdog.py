@@ -96,14 +96,14 @@ class StepWatchdog:
                 lost_at = now
             if lost and lost_at is not None and now - lost_at > _MARGIN_S:
                 raise PeerLostError(
-                    f"step {step} has not ended, and PE {', '.join(map(str, lost))} has: look at its output, and "
-                    "resume from the last checkpoint"
+                    f"step {step} has not ended, and PE {', '.join(map(str, lost))} is no longer running. Look at that "
+                    "PE's output, and resume from the last checkpoint."
                 )
             if waited > self._seconds:
                 raise PeerTimeoutError(
-                    f"step {step} has not ended within {self._seconds:g} s: a peer is stuck. Look at the output of "
-                    "all PEs, pass po.init a longer operator_timeout if one was only slow, and resume from the last "
-                    "checkpoint; without CUDA graphs torch names the collective that waits"
+                    f"step {step} has not ended within {self._seconds:g} s: a peer is stuck. Look at the output of all "
+                    "PEs, and resume from the last checkpoint; if a PE was only slow, pass a longer operator_timeout "
+                    "to po.init()."
                 )
             # In proportion, so that it adds little to the time that a step is found to take.
             time.sleep(min(max(waited / 100, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))

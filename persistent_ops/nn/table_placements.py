@@ -48,14 +48,14 @@ def placements_of(configs: Sequence[TableConfig], given: Any) -> tuple[TablePlac
 
     Raises:
         ValueError, TypeError: for what no placement can be.
-        NotImplementedError: for one that is not provided.
+        NotImplementedError: for one that is not supported.
     """
     if isinstance(given, (str, TablePlacement)):
         given = {config.name: given for config in configs}
     given = _plan_of_module(configs, given)
     unknown = set(given) - {config.name for config in configs}
     if unknown:
-        raise ValueError(f"placement: no tables are called {sorted(unknown)}")
+        raise ValueError(f"placement: expected names of the module's tables, got {sorted(unknown)}")
     return tuple(_placement(config, given.get(config.name, TABLE_WISE)) for config in configs)
 
 
@@ -94,22 +94,25 @@ def _placement(config: TableConfig, given: Any) -> TablePlacement:
         ranks = as_whole_numbers(ranks, f"placement: {name}: expected a rank for each slice, got {ranks!r}")
     chosen = TablePlacement(kind, count, ranks)
     if kind not in _KINDS:
-        raise NotImplementedError(f"placement: {kind!r}, of {name}, is not provided; expected one of {_KINDS}")
+        raise NotImplementedError(f"placement: {kind!r}, of {name}, is not supported; expected one of {_KINDS}")
     if isinstance(given, str) and kind == COLUMN_WISE:
         raise ValueError(f"placement: {name}: pass TablePlacement('column_wise', num_slices=...)")
     if count < 1 or config.embedding_dim % count:
-        raise ValueError(f"placement: {config.embedding_dim} columns of {name} do not divide into {count} slices")
+        raise ValueError(
+            f"placement: {name}: expected a number of slices that divides its {config.embedding_dim} columns, "
+            f"got {count}"
+        )
     if kind != COLUMN_WISE and count != 1:
-        raise ValueError(f"placement: {name} is {kind}, and has {count} slices")
+        raise ValueError(f"placement: {name}: expected one slice for {kind}, got {count}")
     if kind == REPLICATED and config.data_type == torch.float16:
         raise NotImplementedError(
-            f"placement: {name} is float16, whose range sums of gradients may exceed; replicated tables are float32 or "
-            "bfloat16"
+            f"placement: {name} is float16, whose range is too small for sums of gradients; replicated tables "
+            "are float32 or bfloat16"
         )
     if ranks is not None and kind in (REPLICATED, AUTO):
-        raise ValueError(f"placement: {name} is {kind}, and has ranks {ranks}")
+        raise ValueError(f"placement: {name}: expected no ranks for {kind}, got {ranks}")
     if ranks is not None and len(ranks) != count:
-        raise ValueError(f"placement: {name} has {count} slices, but ranks {ranks}")
+        raise ValueError(f"placement: {name}: expected {count} ranks, one per slice, got {ranks}")
     return chosen
 
 
@@ -118,23 +121,25 @@ def _of_parameter_sharding(name: str, given: Any) -> TablePlacement:
     torchrec_kind = plain_name(given.sharding_type)
     if torchrec_kind not in _TORCHREC_KINDS:
         raise NotImplementedError(
-            f"placement: {torchrec_kind!r}, of {name}, is not provided; expected one of {tuple(_TORCHREC_KINDS)}"
+            f"placement: {torchrec_kind!r}, of {name}, is not supported; expected one of {tuple(_TORCHREC_KINDS)}"
         )
     kernel = plain_name(getattr(given, "compute_kernel", None) or "fused")
     if kernel not in _TORCHREC_KERNELS:
         raise NotImplementedError(
-            f"placement: compute_kernel {kernel!r}, of {name}, is not provided: rows lie in the GPU's memory; expected "
-            f"one of {_TORCHREC_KERNELS}"
+            f"placement: compute_kernel {kernel!r}, of {name}, is not supported: rows lie in the GPU's "
+            f"memory; expected one of {_TORCHREC_KERNELS}"
         )
     asked = [option for option in _TORCHREC_OPTIONS if getattr(given, option, None)]
     if asked:
-        raise NotImplementedError(f"placement: {', '.join(asked)} of {name}: not provided in a ParameterSharding")
+        raise NotImplementedError(
+            f"placement: {', '.join(asked)} of {name}: not supported in a ParameterSharding; leave them out"
+        )
     kind = _TORCHREC_KINDS[torchrec_kind]
     if kind == REPLICATED:  # on all PEs, whatever its ranks
         return TablePlacement(kind)
     shards = getattr(getattr(given, "sharding_spec", None), "shards", None) or []
     widths = [int(shard.shard_sizes[1]) for shard in shards]
     if len(set(widths)) > 1:
-        raise NotImplementedError(f"placement: {name} has slices of {widths} columns; expected equally many")
+        raise NotImplementedError(f"placement: {name}: expected slices of equal width, got {widths} columns")
     ranks = tuple(given.ranks or ()) or None
     return TablePlacement(kind, len(ranks or ()) or len(shards) or 1, ranks)

@@ -158,8 +158,8 @@ def reserve_room(world: World) -> None:
     least = _slice_places(world.size, _MOST_WAYS) * warps * constants["kBlockBytes"]
     if slices < least:
         raise ValueError(
-            f"heap_size: all_reduce takes 1/8 of it, and {room} bytes are {least - slices} too few; pass more to "
-            "po.init()"
+            f"heap_size: all_reduce uses 1/8 of the heap, and its {room} bytes are {least - slices} bytes too "
+            "few; pass a larger heap_size to po.init()"
         )
     needs = [
         Need(_PACKETS, packets, fill=-1, is_restored=True),
@@ -358,7 +358,8 @@ class AllReducePlan(Plan):
             self._warp_blocks = _WARP_BLOCKS[-1]
         if fits(self._warp_blocks) == 0:
             raise ValueError(
-                f"threads, room_bytes: {room} bytes have no room for the slices of a WG of {self._threads} threads"
+                f"threads, room_bytes: the slices of a WG of {self._threads} threads do not fit {room} bytes; use "
+                "fewer threads or a larger room_bytes"
             )
         step = blocks_of_step(self._warp_blocks)
         self._grid = max(1, min(most_wgs, fits(self._warp_blocks), -(-blocks // step)))
@@ -369,15 +370,17 @@ class AllReducePlan(Plan):
         """Return first element, rows and width of each launch, which has at most so many blocks."""
         key = self._key
         if most == 0:
-            raise ValueError("room_bytes: no room for a block's packets; pass more, or algorithm='slices'")
+            raise ValueError(
+                "room_bytes: the packets of a block do not fit; use a larger room_bytes, or algorithm='slices'"
+            )
         if _is_flat(key):
             step = most * (self._constants["kBlockBytes"] // self._element)
             return [(first, 1, min(step, key.width - first)) for first in range(0, max(key.width, 1), step)]
         rows_each = most // max(self._blocks_per_row, 1)
         if rows_each == 0:
             raise ValueError(
-                f"x: a row of {key.width} elements finds no room for its packets; pass algorithm='slices', or a larger "
-                "heap_size to po.init()"
+                f"x: the packets of a row of {key.width} elements do not fit the heap; pass algorithm='slices', or "
+                "a larger heap_size to po.init()"
             )
         return [
             (first * key.width, min(rows_each, key.rows - first), key.width)

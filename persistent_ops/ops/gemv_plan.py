@@ -289,8 +289,8 @@ class GemvPlan(Plan):
         packets, max_tiles = _packets(world, key)
         if max_tiles == 0:
             raise ValueError(
-                f"x: {num_vectors} vectors do not fit the symmetric heap's room for packets; pass a larger heap_size "
-                "to po.init()"
+                f"x: the packets of {num_vectors} vectors do not fit the symmetric heap; pass a larger heap_size to "
+                "po.init()"
             )
         total_tiles = max(1, -(-rows // tile_rows))
         tiles_each = -(-total_tiles // -(-total_tiles // max_tiles))  # of launches of about the same size

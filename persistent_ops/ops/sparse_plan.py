@@ -72,20 +72,20 @@ def _bad_row(record: Any) -> IndexError:
 
 
 def _bad_count(record: Any) -> IndexError:
-    return IndexError(f"count: {record.value} entries are not within 0 to {record.limit}, those there are")
+    return IndexError(f"count: expected 0 to {record.limit}, the number of entries, got {record.value}")
 
 
 def _too_many_rows(record: Any) -> CapacityError:
     return CapacityError(
-        f"out_values: the PEs have {record.value} rows together, capacity {record.limit}: "
-        f"{record.value - record.limit} too many; nothing was written"
+        f"out_values: the PEs have {record.value} rows together, but the capacity is {record.limit}: "
+        f"{record.value - record.limit} too many. Nothing was written; pass more room in out_indices and out_values."
     )
 
 
 def _not_ascending(record: Any) -> ValueError:
     return ValueError(
-        f"indices: entry {record.inner} is row {record.value}, behind row {record.limit}, in what was said to be "
-        "coalesced; the sums are wrong"
+        f"indices: expected ascending rows, since the input is marked coalesced, got row {record.value} "
+        f"after row {record.limit} at entry {record.inner}. The sums are wrong; call coalesce() first."
     )
 
 

@@ -65,8 +65,8 @@ def check_sharing(uuids: Sequence[str], rank: int) -> str:
     if len({len(pes) for pes in sharers.values()}) > 1:
         listed = "; ".join(f"{uuid}: PE {', '.join(map(str, pes))}" for uuid, pes in sharers.items())
         raise BootstrapError(
-            f"some GPUs carry more PEs than others ({listed}), with which NVSHMEM does not start; give each PE a GPU "
-            "of its own with torch.cuda.set_device() before init(), or put equally many on each"
+            f"some GPUs have more PEs than others ({listed}), which NVSHMEM does not support; give each PE a "
+            "GPU of its own with torch.cuda.set_device() before init(), or put equally many PEs on each"
         )
     if len(sharers[uuids[rank]]) == 1:
         return ""

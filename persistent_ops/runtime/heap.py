@@ -161,8 +161,8 @@ class SymmetricHeap:
             raise NotSymmetricError("tensor: expected a whole tensor as po.empty() returned it, got a part of one")
         if tensor.numel() and block.storage != storage._cdata:
             raise NotSymmetricError(
-                "tensor: this tensor was given back with po.free(), and another one has its place; or it is one that "
-                "something else made over that one's memory"
+                "tensor: expected a tensor as po.empty() returned it, got one whose memory was given back with "
+                "po.free() and belongs to another tensor now, or one that was made over that memory"
             )
         meet()
         offsets = self._bootstrap.exchange("free", str(offset).encode())

@@ -35,7 +35,9 @@ def refuse_restart() -> None:
     """Raise BootstrapError where NVSHMEM has not come to its end in this process."""
     refuse_after(1, _END, _REMEDY)
     if _is_left_running:
-        raise BootstrapError(f"NVSHMEM runs on in this process, from a world that ended without its peers; {_REMEDY}")
+        raise BootstrapError(
+            f"NVSHMEM is still running in this process, from a world that ended without its peers; {_REMEDY}"
+        )
 
 
 def leave_out() -> None:

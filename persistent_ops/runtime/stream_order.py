@@ -229,5 +229,5 @@ def capture_of(stream: int) -> int:
 
     result, status, number, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
     if result != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"the CUDA driver does not tell whether a stream is being captured: {result.name}")
+        raise RuntimeError(f"the CUDA driver cannot say whether a stream is being captured: {result.name}")
     return 0 if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE else int(number)

@@ -38,8 +38,8 @@ __all__ = ["InputRecord", "Workspace"]
 _READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have ...
 _ALL_READY_WORDS = 1 << 20  # ... where so many are enough for all senders
 _WITHIN = (
-    "an operator was called within another one's launch, by a signal handler or by what garbage collection calls; let "
-    "that leave a note, and call the operator behind the launch"
+    "an operator was called during a launch, by a signal handler or a finalizer; set a flag there, "
+    "and call the operator after the launch"
 )
 
 

@@ -175,13 +175,13 @@ class World:
         self.residency.add(name, kernel.footprint(), grid)
         if not self.residency.leaves_room(is_beside=self._runs_beside):
             raise RuntimeError(
-                "this launch leaves less room on the GPU than other libraries' collectives were promised: call "
-                "po.nn.leave_room() again, on all PEs, when every operator has been called once"
+                "this launch leaves fewer SMs to other libraries' collectives than po.nn.leave_room() promised: "
+                "call po.nn.leave_room() again, on all PEs, after every operator has been called once"
             )
         if self._runs_beside and not self.residency.fits():
             raise RuntimeError(
-                "this launch leaves no room on the GPU for those that were agreed to run beside it: call run_beside() "
-                "again, on all PEs, when every operator has been called once"
+                "this launch leaves no room on the GPU for the launches that run beside it: call run_beside() "
+                "again, on all PEs, after every operator has been called once"
             )
 
     def _peers_changed(self, lost: frozenset[int], preparing: frozenset[int]) -> None:
@@ -266,8 +266,8 @@ class World:
         if self._caller is not None and _is_another_alive(*self._caller):
             raise RuntimeError(
                 f"this PE's operators are called by thread {self._caller[0].name!r}, and now by {thread.name!r}: calls "
-                "of two threads have no order that all PEs could share. Make them from one thread; another one may go "
-                "on when that one has ended"
+                "of two threads have no order that all PEs share. Call operators from one thread; another thread may "
+                "continue after that thread has ended."
             )
         self.backend.use_in_this_thread()
         self._caller = thread, threading.get_native_id()
@@ -362,7 +362,7 @@ class World:
 
     def _lose(self, cause: str) -> None:
         """Refuse all that follows a recovery that has failed: PEs no longer agree on what they have launched."""
-        self._lost = BootstrapError(f"the world is lost, since po.recover() has failed: {cause}. Start all PEs anew")
+        self._lost = BootstrapError(f"the world is lost, since po.recover() has failed: {cause}. Start all PEs again")
         self.bootstrap.fail(f"its po.recover() has failed: {cause}")  # the peers need not wait for it
         for workspace in self.workspaces:
             workspace.refuse_launches(self._lost)

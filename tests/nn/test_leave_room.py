@@ -197,8 +197,12 @@ def _nccl(max_ctas: int = NUM_SMS, cluster: int = 1) -> Any:
         ([_nccl(4)], {"NCCL_MIN_NCHANNELS": "5"}, "NCCL_MIN_NCHANNELS=5 overrules max_ctas, 4,"),
         ([_nccl()], {"NCCL_MIN_P2P_NCHANNELS": "16"}, "NCCL_MIN_P2P_NCHANNELS=16 overrules"),
         ([_nccl()], {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 puts .* unset it"),
-        ([SimpleNamespace(name=lambda: "gloo")], {}, "expected NCCL's .* got 'gloo'"),
-        ([SimpleNamespace(name=lambda: "nccl", options=SimpleNamespace())], {}, "expected NCCL's"),
+        ([SimpleNamespace(name=lambda: "gloo")], {}, "groups: expected process groups of NCCL .* got 'gloo'"),
+        (
+            [SimpleNamespace(name=lambda: "nccl", options=SimpleNamespace())],
+            {},
+            "groups: expected process groups of NCCL",
+        ),
     ],
 )
 def test_what_nccl_may_take_is_checked(backends: list[Any], environment: dict[str, str], told: str) -> None:
@@ -228,7 +232,11 @@ def _of_another_kind(backend: str) -> list[Any]:
 def test_other_groups_are_refused() -> None:
     for is_one, leaves_room, gloo, none, text, number in in_processes(_of_another_kind, 2, "host", timeout=200):
         assert is_one and not leaves_room
-        assert gloo[0] == "ValueError" and "on PE 0: groups: expected NCCL's" in gloo[1] and "'gloo'" in gloo[1]
+        assert (
+            gloo[0] == "ValueError"
+            and "on PE 0: groups: groups: expected process groups of NCCL" in gloo[1]
+            and "'gloo'" in gloo[1]
+        )
         assert none == ("TypeError", none[1]) and none[1].endswith("got none")
         assert text == ("TypeError", text[1]) and text[1].endswith("got str")
         assert number == ("TypeError", "num_sms: expected an int, got 0.5")

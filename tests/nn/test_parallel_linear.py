@@ -473,8 +473,8 @@ def errors_program(backend: str) -> list[str]:
             (TypeError, lambda: Column(8, 4, device="meta")(absent.half()), f"x: {other_dtype}"),
             (ValueError, lambda: Row(8, 4, device="meta")(absent[:, :4]), f"x: expected a tensor {on}, {elsewhere}"),
             (ValueError, lambda: Row(8, 4, algorithm="ring"), f"algorithm: {one_of} 'two_shot', got 'ring'"),
-            (RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half()), "call init_process_group on every PE"),
-            (NotImplementedError, lambda: row(big.clone().requires_grad_()), "RowParallelLinear is forward only"),
+            (RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half()), "Call init_process_group on every PE"),
+            (NotImplementedError, lambda: row(big.clone().requires_grad_()), "RowParallelLinear: the layer is forward only"),
             (ValueError, lambda: rounded(big.half()), f"wire_dtype: {wire}"),
             (RuntimeError, lambda: row.load_state_dict(small), "size mismatch for weight"),
             (NotImplementedError, lambda: result.sum().backward(), "forward only"),
@@ -531,7 +531,9 @@ def test_a_layer_of_another_pe_or_world_is_refused(backend: str) -> None:
     swapped = launched(loaded_program, 2, backend, saved[::-1])
     for texts, owner, here in ((alone, 0, "PE 0 of 1"), (swapped[0], 1, "PE 0 of 2"), (swapped[1], 0, "PE 1 of 2")):
         for kind, text in zip(("Row", "Column"), texts, strict=True):
-            assert text.startswith(f"{kind}ParallelLinear: this layer is PE {owner}'s of 2, and this is {here}: ")
+            assert text.startswith(
+                f"{kind}ParallelLinear: this layer was made for PE {owner} of 2, but this is {here}. "
+            )
 
 
 def copies_program(backend: str) -> list[Any]:

@@ -504,7 +504,7 @@ def _called(placement: str) -> list[str]:
         (lambda: weighted(*four), "ValueError", "is_weighted"),
         (lambda: weighted(trained), "NotImplementedError", "in the order ['x', 'y', 'z', 'w']"),
         (lambda: module(values + 1000, lengths), "IndexError", "index 1000"),
-        (lambda: module(values.repeat(30), lengths.repeat(30)), "ValueError", "max_batch is 16"),
+        (lambda: module(values.repeat(30), lengths.repeat(30)), "ValueError", "max_batch = 16"),
         (lambda: scaler.step(module.optimizer), "NotImplementedError", "GradScaler"),
         (lambda: module.optimizer.step(lambda: 0.0), "NotImplementedError", "closure"),
         (lambda: module.optimizer.add_param_group({"params": [values]}), "NotImplementedError", "param_groups"),

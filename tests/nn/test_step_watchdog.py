@@ -132,7 +132,7 @@ def test_preparing_does_not_begin_the_time_anew(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_peer_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, [1.0, NEVER], lost_at=20.0)
-    with pytest.raises(po.PeerLostError, match=r"^step 15 has not ended, and PE 2 has: look at its output"):
+    with pytest.raises(po.PeerLostError, match=r"^step 15 has not ended, and PE 2 is no longer running"):
         machine.watch.wait()
     assert 30.0 < machine.calls[0][1] < 31.0
     machine = Machine(monkeypatch, [1.0, 25.0], lost_at=20.0)

@@ -88,7 +88,7 @@ def _trained_behind_a_refused_call() -> list[float]:
     def launch_with_a_call_within(*arguments: Any, **options: Any) -> None:
         if not is_within[0]:
             is_within[0], workspace._launching = True, threading.get_ident()
-            with pytest.raises(RuntimeError, match="within another one's launch"):
+            with pytest.raises(RuntimeError, match="called during a launch"):
                 pooled()
             is_within[0], workspace._launching = False, 0
         launch(*arguments, **options)

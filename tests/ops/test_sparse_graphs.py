@@ -217,7 +217,9 @@ def _capacities() -> list[str]:
                 except po.CapacityError as error:
                     text = str(error)
                 wanted_text = (
-                    "no error" if union <= 100 else f"{union} rows together, capacity 100: {union - 100} too many"
+                    "no error"
+                    if union <= 100
+                    else f"{union} rows together, but the capacity is 100: {union - 100} too many"
                 )
                 found = room.problem(want, is_full=union > 100)
                 if wanted_text not in text:
@@ -256,7 +258,7 @@ def _no_capacity() -> list[str]:
             except po.CapacityError as error:
                 text = str(error)
             found = room.problem(expected([entries] * po.world_size()), is_full=nnz > 0)
-            if found is not None or ("1 rows together, capacity 0: 1 too many" in text) != bool(nnz):
+            if found is not None or ("1 rows together, but the capacity is 0: 1 too many" in text) != bool(nnz):
                 problems.append(f"{algorithm}, nnz {nnz}: {text}; {found}")
     room.free()
     return problems
@@ -295,7 +297,7 @@ def _pending() -> list[str]:
     indices, values, _ = padded(case, inputs[po.rank()], len(inputs[po.rank()].indices))
     po.sparse_all_reduce_into(indices, values, num_rows=64, **room.arguments())  # type: ignore[arg-type]
     torch.cuda.synchronize()
-    with pytest.raises(po.CapacityError, match="40 rows together, capacity 10: 30 too many"):
+    with pytest.raises(po.CapacityError, match="40 rows together, but the capacity is 10: 30 too many"):
         po.sparse_all_reduce_into(indices, values, num_rows=64, **room.arguments())  # type: ignore[arg-type]
     with pytest.raises(po.CapacityError, match="30 too many"):
         po.check()  # of the second call

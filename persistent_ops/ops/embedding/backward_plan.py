@@ -264,7 +264,7 @@ class BackwardPlan(Plan):
         if most_tables * self._batch >= 2**31:
             raise ValueError(f"offsets: at most 2^31 - 1 bags of a PE, got {most_tables * self._batch}")
         if most_tables > most_words:
-            raise ValueError(f"weights: at most {most_words} tables per PE")
+            raise ValueError(f"weights: expected at most {most_words} tables per PE")
 
     def _make_groups(
         self, weights: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]

@@ -146,8 +146,8 @@ def _check_twins(weights: Sequence[torch.Tensor]) -> None:
         first, other = by_memory.setdefault(weight.data_ptr(), (number, weight))
         if other is not weight and (weight.requires_grad or other.requires_grad):
             raise NotImplementedError(
-                f"weights: tables {first} and {number} lie in the same memory, and are not the same tensor; where "
-                "gradients are recorded pass the tensor itself twice, or copies"
+                f"weights: tables {first} and {number} share memory but are different tensors. Where gradients are "
+                "recorded, pass one tensor twice, or copies."
             )
 
 

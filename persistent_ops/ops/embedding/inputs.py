@@ -166,7 +166,9 @@ class EmbeddingInputs:
         """
         world, layout = _world.for_call(), self._exchange.layout
         if world is not self._world:
-            raise RuntimeError("EmbeddingInputs: it was made in a world that has been left; make another one")
+            raise RuntimeError(
+                "EmbeddingInputs: this object was made before po.finalize(); make a new one in this world"
+            )
         return self.send(
             checked_lookups(
                 world,
@@ -229,14 +231,19 @@ def checked_lookups(
     if _plain.has((values,), (bounds, weights)) is False:
         require_plain(given if weights is None else {**given, "per_sample_weights": weights})
         if num_dispatch_modes() and type(torch.empty(1, dtype=torch.uint8, device="cpu")) not in PLAIN:
-            raise NotImplementedError("values: no exchange of fake tensors, whose numbers decide what travels")
+            raise NotImplementedError(
+                "values: expected real tensors, got fake ones (torch.compile, FakeTensorMode), and what is sent "
+                "depends on the values; call exchange outside of compiled code"
+            )
     device = world.backend.device
     for each, tensor in given.items():
         _check_list(each, tensor, _INTEGERS, device)
         if tensor.numel() >= 2**31:
             raise ValueError(f"{each}: expected fewer than 2^31 elements, got {tensor.numel()}")
     if (weights is not None) != is_weighted:
-        raise ValueError(f"per_sample_weights: expected exactly where is_weighted, which is {is_weighted}")
+        raise ValueError(
+            f"per_sample_weights: expected {'a tensor' if is_weighted else 'None'}, since is_weighted is {is_weighted}"
+        )
     if weights is not None:
         _check_list("per_sample_weights", weights, (torch.float32,), device)
         if weights.shape != values.shape:
@@ -250,7 +257,10 @@ def checked_lookups(
             f"{name}: expected F * B{' + 1' * (lengths is None)} elements for F = {num_features}, got {bounds.numel()}"
         )
     if samples > max_batch:
-        raise ValueError(f"{name}: {samples} samples, but max_batch is {max_batch}; pass fewer, or make it with more")
+        raise ValueError(
+            f"{name}: expected at most max_batch = {max_batch} samples, got {samples}; pass fewer, or make "
+            "EmbeddingInputs with a larger max_batch"
+        )
     split = None
     if batch_per_rank is not None:
         split = _checked_split(batch_per_rank, world, max_batch, samples, name)

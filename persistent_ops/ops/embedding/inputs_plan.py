@@ -78,13 +78,16 @@ def _bad_length(record: Any) -> IndexError:
 
 
 def _bad_total(record: Any) -> IndexError:
-    return IndexError(f"lengths, offsets: bags have {record.value} lookups, but there are {record.limit} values")
+    return IndexError(
+        f"lengths, offsets: expected bags with {record.limit} lookups in all, the number of values, got {record.value}"
+    )
 
 
 def _no_room(record: Any) -> CapacityError:
     return CapacityError(
-        f"values: PE {record.outer} has {record.value} lookups for PE {record.inner}, capacity {record.limit}: "
-        f"{record.value - record.limit} too many; none of these were sent"
+        f"values: PE {record.outer} has {record.value} lookups for PE {record.inner}, and capacity is "
+        f"{record.limit}: {record.value - record.limit} too many. None of these were sent; pass a larger "
+        "lookups_per_sample or capacity."
     )
 
 

@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 Capacity = tuple[tuple[int, ...], ...]  # of each PE's message to each owner
-_ROOM = Operator("room for more lookups", ("number",), has_kernel=False)
+_ROOM = Operator("setup of embedding_inputs", ("number",), has_kernel=False)
 _LOOKS = 32
-_GIVEN_UP = "embedding_inputs: this exchange was given up: po.recover() or po.finalize() came behind it"
+_GIVEN_UP = "embedding_inputs: this exchange was given up: po.recover() or po.finalize() came after it"
 _BEHIND_THE_LAST = (
-    "call release() behind the last launch that reads them, the backward pass where gradients are recorded"
+    "call release() after the last launch that reads them, the backward pass where gradients are recorded"
 )
 
 
@@ -124,8 +124,8 @@ class Region:
         """Order what the current stream does next after the last one."""
         if self.is_held:
             raise RuntimeError(
-                "embedding_inputs: the lookups of two earlier calls have not been released; call release() behind the "
-                "launches that read them, before their region is filled again"
+                "embedding_inputs: the lookups of two earlier calls are still held, so there is no region for "
+                "these. Call release() after the launches that read them, before the next exchange."
             )
         if self._released is not None:
             self._released.order_behind()
@@ -363,8 +363,8 @@ class Lookups:
         if self.batch_per_rank is None:
             if self._exchange.world.workspace.is_capturing():
                 raise RuntimeError(
-                    "batch_per_rank: expected in a CUDA-graph capture, where the host cannot wait to be told how many "
-                    "samples each PE has brought"
+                    "batch_per_rank: expected the number of samples of each PE in a CUDA-graph capture, where the host "
+                    "cannot wait for the peers, got None"
                 )
             self.batch_per_rank = tuple(self._samples.tolist())
 
@@ -432,7 +432,9 @@ class Lookups:
     def check_is_here(self) -> None:
         """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""
         if self._exchange.world is not _world.for_call():
-            raise RuntimeError("embedding_inputs: these lookups are of a world that has been left")
+            raise RuntimeError(
+                "embedding_inputs: these lookups were exchanged before po.finalize(); exchange the batch again"
+            )
         self._check_generation()
         if self._is_released:
             raise RuntimeError(
@@ -458,8 +460,7 @@ class Lookups:
         split = self.batch_per_rank
         if split is None:
             raise ValueError(
-                "indices: these lookups do not say how many samples each PE has brought; pass batch_per_rank to "
-                "exchange()"
+                "indices: these lookups lack the number of samples of each PE; pass batch_per_rank to exchange()"
             )
         if batch_per_rank is not None and tuple(batch_per_rank) != split:
             raise ValueError(
@@ -470,15 +471,17 @@ class Lookups:
         rows = [weight.shape[0] if isinstance(weight, torch.Tensor) and weight.dim() else -1 for weight in weights]
         if rows != list(self.rows):
             check_are_tables(weights)
-            raise ValueError(f"weights: tables of {rows} rows, but the lookups are of slots of {list(self.rows)} rows")
+            raise ValueError(
+                f"weights: expected tables of {list(self.rows)} rows, those of the exchange's slots, got {rows}"
+            )
         self.check_is_here()
 
     def check_is_captured(self) -> None:
         """Raise RuntimeError where a capture would keep what this exchange alone has found of its messages."""
         if self._exchange.world.workspace.is_capturing() and not self._is_captured:
             raise RuntimeError(
-                "embedding_inputs: a CUDA graph cannot give gradients to the weights of an exchange that it does not "
-                "have; capture the exchange, too, or pass weights that require no gradient"
+                "embedding_inputs: the CUDA graph lacks this exchange, so it cannot return gradients of its "
+                "per_sample_weights. Capture the exchange too, or pass weights that require no gradient."
             )
 
     def _check_generation(self) -> None:

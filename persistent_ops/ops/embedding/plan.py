@@ -418,8 +418,8 @@ class EmbeddingPlan(Plan):
             )
         if (behind := out.data_ptr() % (unit := self._vector_bytes)) != 0:
             raise ValueError(
-                f"out: expected a tensor that begins at a multiple of {unit} bytes, as po.empty() returns it, got one "
-                f"{behind} bytes behind"
+                f"out: expected a tensor that begins at a multiple of {unit} bytes, as po.empty() returns it, got "
+                f"one that begins {behind} bytes after one"
             )
         check_apart("out", out, lookups)
         if self._tables_in_heap:

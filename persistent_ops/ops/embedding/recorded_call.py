@@ -162,7 +162,10 @@ class _Recorded(torch.autograd.Function):
                 "again"
             )
         if _world.for_call() is not call.world:
-            raise RuntimeError("embedding_all_to_all: this backward pass is of a world that has been left")
+            raise RuntimeError(
+                "embedding_all_to_all: the forward pass of this backward pass ran before po.finalize(); run the "
+                "forward pass again"
+            )
         (gradient,) = gradients
         if not _plain.has(gradients):
             gradient = _memory_of(gradient)

@@ -40,7 +40,9 @@ def table_set(world: _world.World, weights: Sequence[torch.Tensor]) -> TableSet:
 
 def _even_split(num_tables: int, num_offsets: int, world_size: int) -> tuple[int, ...]:
     if num_tables == 0:
-        raise ValueError("batch_per_rank: a PE without tables cannot tell the batch from offsets; pass batch_per_rank")
+        raise ValueError(
+            "batch_per_rank: a PE without tables cannot derive the batch from offsets; pass batch_per_rank"
+        )
     batch = (num_offsets - 1) // num_tables
     if num_offsets != batch * num_tables + 1 or num_offsets < 1:
         raise ValueError(
@@ -63,8 +65,8 @@ def _agree_on_dims(world: _world.World, tables: TableSet, weights: Sequence[torc
     own = sum(weight.shape[1] for weight in weights)
     if not len(weights) and world.size > 1:
         raise ValueError(
-            "dim_per_rank: a PE without tables cannot tell when the others' tables change; where T is 0 on some PE, "
-            "pass dim_per_rank on all"
+            "dim_per_rank: a PE without tables cannot notice that the other PEs' tables change; if any PE has "
+            "no tables, pass dim_per_rank on all PEs"
         )
     if tables.dim_per_rank is None:
         tables.dim_per_rank = exchange_dims(world, own)

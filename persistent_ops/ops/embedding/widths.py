@@ -51,5 +51,7 @@ def agree_on_widths(
         known[which] = tuple(map(tuple, told))
     widths = known[which]
     if tuple(map(sum, widths)) != dims:
-        raise ValueError(f"dim_per_rank: {list(dims)}, but the PEs' tables have {widths} columns")
+        raise ValueError(
+            f"dim_per_rank: expected the columns of each PE's tables, {list(map(sum, widths))}, got {list(dims)}"
+        )
     return widths

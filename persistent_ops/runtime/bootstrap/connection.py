@@ -304,7 +304,10 @@ class Bootstrap:
         length = struct.unpack_from("<H", frame)[0] if len(frame) >= 2 else 0
         other = frame[2 : 2 + length].decode("utf-8", "replace")
         if len(frame) < 2 + length or not other:
-            raise BootstrapError(f"rank {rank} sent garbage; do all ranks run the same version of persistent_ops?")
+            raise BootstrapError(
+                f"rank {rank} sent a message that cannot be read; check that all ranks run the same version of "
+                "persistent_ops"
+            )
         if other != tag:
             raise BootstrapError(
                 f"the ranks do not make the same calls: rank {rank} is at {other!r}, rank {self.rank} at {tag!r}; make "

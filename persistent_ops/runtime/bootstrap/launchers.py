@@ -269,8 +269,8 @@ def _with_address(environ: Mapping[str, str], found: LaunchEnvironment) -> Launc
         if address is not None:
             return replace(found, rendezvous="local", job=f"{found.launcher}/{address[1]}")
         raise BootstrapError(
-            "neither PMIX_NAMESPACE nor OMPI_MCA_ess_base_jobid tells this Open MPI job from others; set MASTER_ADDR "
-            "to localhost and MASTER_PORT to a number that no other job on this machine uses"
+            "neither PMIX_NAMESPACE nor OMPI_MCA_ess_base_jobid is set, so this Open MPI job has no name; set "
+            "MASTER_ADDR to localhost and MASTER_PORT to a number that no other job on this machine uses"
         )
     if address is not None:
         job = found.job or found.launcher

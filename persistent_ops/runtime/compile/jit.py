@@ -187,7 +187,7 @@ def _scan(root: Path, entry: str) -> dict[str, str]:
             quoted = re.match(r'"([^"]+)"|<([^>]+)>', operand)
             if quoted is None:
                 raise CompileError(
-                    f"{path} includes {operand!r}, which names no file by itself; write the file's name in the "
+                    f"{path} includes {operand!r}, which is not the name of a file; write the file's name in the "
                     "#include, so that the compile cache sees when it changes."
                 )
             target = quoted.group(1) or quoted.group(2)

@@ -197,7 +197,7 @@ class TestFaults(ProtocolSuite):
         "another one": Mismatch(lambda: _mismatched(_OTHER, [4, 5, 6]), ["the EmbeddingInputs object", "2 on PE 1"]),
         "meeting": Mismatch(
             lambda: po.runtime.world.current().meet(_meeting(), _made(_FAULTS).workspace),
-            ["room for more lookups(number=7)"],
+            ["setup of embedding_inputs(number=7)"],
         ),
     }
     deaths = (("stopped", "lengths"), ("killed", "offsets"))
@@ -354,7 +354,7 @@ def _without_room_in_a_graph() -> list[Any]:
 def test_no_room_in_a_graph_is_told_on_every_pe(backend: str) -> None:
     results = in_world(_without_room_in_a_graph, 3, backend)
     for rank, (name, text, seen, again, before, has_grown, here) in enumerate(results):
-        assert name == "CapacityError" and "PE 1 has 24 lookups for PE 0, capacity 12: 12 too many" in text, text
+        assert name == "CapacityError" and "PE 1 has 24 lookups for PE 0, and capacity is 12: 12 too many" in text, text
         assert seen == ([0, 6, 0] if rank == 0 else [24, 6, 24]) and again == "", seen
         assert before == 12 and has_grown and here == 24
 
@@ -369,8 +369,8 @@ _BAD: dict[str, tuple[str, list[int], str]] = {
     "offsets that end early": ("offsets", [0, 2, 3, 4, 6, 7, 7], "feature 1, sample 2 has offset 7"),
     "a negative length": ("lengths", [2, -1, 1, 2, 1, 3], "feature 0, sample 1 has length -1"),
     "a length of more than all values": ("lengths", [2, 1, 1, 1 << 40, 1, 1], f"sample 0 has length {1 << 40}"),
-    "lengths of too many": ("lengths", [2, 1, 1, 2, 1, 2], "9 lookups, but there are 8 values"),
-    "lengths of too few": ("lengths", [2, 1, 1, 2, 1, 0], "7 lookups, but there are 8 values"),
+    "lengths of too many": ("lengths", [2, 1, 1, 2, 1, 2], "8 lookups in all, the number of values, got 9"),
+    "lengths of too few": ("lengths", [2, 1, 1, 2, 1, 0], "8 lookups in all, the number of values, got 7"),
     "a negative index": ("values", [0, -3, 0, 0, 0, 0, 0, 0], "lookup 1, of feature 0, has index -3"),
     "an index behind the table": ("values", [0, 0, 0, 0, 0, 1 << 35, 0, 0], f"feature 1, has index {1 << 35}"),
 }

@@ -347,7 +347,7 @@ def _exchanged_outside_of_the_graph() -> list[Any]:
 
 def test_a_graph_without_the_exchange_is_refused(backend: str) -> None:
     for name, text, steps, problem in in_world(_exchanged_outside_of_the_graph, 2, backend):
-        assert name == "RuntimeError" and "capture the exchange, too" in text, text
+        assert name == "RuntimeError" and "Capture the exchange too" in text, text
         assert steps == 0 and problem is None
 
 
