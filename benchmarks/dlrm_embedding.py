@@ -90,14 +90,14 @@ class DlrmEmbedding(Experiment[Case]):
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--cases", help=f"comma-separated, of {','.join(CASES)} (default: all)")
-        parser.add_argument("--max-rows", type=int, help="of a table (default: MLPerf's; quick, host fewer)")
+        parser.add_argument("--max-rows", type=int, help="most rows of a table (default: MLPerf's; quick, host fewer)")
         parser.add_argument("--batch", type=int, help="samples of the global batch (default 65536; host fewer)")
         parser.add_argument("--placement", choices=PLACEMENTS, default="auto", help="of tables, also for the baselines")
-        parser.add_argument("--replicated-rows", type=int, default=0, help="tables of at most so many are on every PE")
+        parser.add_argument("--replicated-rows", type=int, default=0, help="replicate tables of at most this many rows")
         parser.add_argument(
-            "--beside", action="store_true", help="lookups ahead travel beside other launches, if it fits"
+            "--beside", action="store_true", help="lookups ahead travel beside other launches, if both fit"
         )
-        parser.add_argument("--calls", type=int, default=Options.calls, help="steps in a replay, at least (default 4)")
+        parser.add_argument("--calls", type=int, default=Options.calls, help="least number of steps in a replay (default 4)")
 
     @classmethod
     def read_options(cls, arguments: argparse.Namespace, worlds: Sequence[int], common: dict[str, Any]) -> Options:

@@ -146,8 +146,8 @@ class GemvAllReduce(Experiment[str]):
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--shapes", help=f"comma-separated MxK or MxK_Nn (default: {','.join(SHAPES)})")
-        parser.add_argument("--calls", type=int, default=20, help="calls in a graph, at least (default 20)")
-        parser.add_argument("--replays", type=int, help="single calls timed for the spread (default 10000; host 50)")
+        parser.add_argument("--calls", type=int, default=20, help="least number of calls in a graph (default 20)")
+        parser.add_argument("--replays", type=int, help="single calls that show the spread (default 10000; host 50)")
 
     @classmethod
     def read_options(cls, arguments: argparse.Namespace, worlds: Sequence[int], common: dict[str, Any]) -> Options:

@@ -190,7 +190,7 @@ class SparseAllReduce(Experiment[_Case]):
         parser.add_argument("--cases", help=f"comma-separated, of {','.join(CASES)} (default: all), or none")
         parser.add_argument("--sweeps", help=f"comma-separated, of {','.join(SWEEPS)} (default: all), or none")
         parser.add_argument(
-            "--replays", type=int, help="single calls timed for the spread (default: 20 to 1000, by time)"
+            "--replays", type=int, help="single calls that show the spread (default: 20 to 1000, by time)"
         )
         gloo = "most that all PEs have together for Gloo to be timed (default 0.5)"
         parser.add_argument("--gloo-gb", type=float, default=0.5, help=gloo)

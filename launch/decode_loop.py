@@ -51,13 +51,13 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help=f"{', '.join(SIZES)}, or a model folder (default: 8B; host tiny)")
-    parser.add_argument("--cut", type=int, default=1, help="run the shares of PEs of a world so many times as large")
+    parser.add_argument("--cut", type=int, default=1, help="weights are cut for a world this many times as large")
     parser.add_argument("--layers", type=int, help="decoder layers to run (default: as many as fit)")
     parser.add_argument("--prompt", help="tokens of the prompt, such as 1,15043,29892 (default: random ones)")
     parser.add_argument("--prompt-length", type=int, default=32, help="tokens of a random prompt (default 32)")
-    parser.add_argument("--tokens", type=int, default=64, help="to generate after the first (default 64)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate after the first (default 64)")
     parser.add_argument("--batch", type=int, default=1, help="sequences, 1 to 16 (default 1)")
-    parser.add_argument("--rounds", type=int, default=5, help="times that each method generates them (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each method (default 5)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on GPUs, fp32 on the host")
     parser.add_argument("--seed", type=int, default=0, help="of random weights and prompts")
     small_kernels = "the small kernels (default: on GPUs)"
@@ -66,9 +66,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--wire-dtype", choices=("own",), help="own: fused sums travel in the weights' dtype, not fp32")
     parser.add_argument("--prefetch", action="store_true", help="weights of fused products (default: no)")
     parser.add_argument(
-        "--reference", action=argparse.BooleanOptionalAction, help="one PE alone, too (default: tiny only)"
+        "--compile", action=argparse.BooleanOptionalAction, help="compile small kernels (default: on GPUs)"
     )
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that PEs wait for each other")
+    parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_shot"), default="auto")
+    parser.add_argument("--wire-dtype", choices=("own",), help="own: sums travel in the weights' dtype, not in fp32")
+    parser.add_argument("--prefetch", action="store_true", help="prefetch weights of fused products (default: no)")
+    parser.add_argument(
+        "--reference", action=argparse.BooleanOptionalAction, help="also run one PE alone (default: tiny only)"
+    )
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that a PE waits for another PE")
     add_common_options(parser, limit=1800.0, host_pes=str(_HOST_PES))
     return parser
 

@@ -83,31 +83,39 @@ def _tell(options: Options, report: dict[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=tuple(MODELS), default="small", help="which decides the defaults below")
+    parser.add_argument("--model", choices=tuple(MODELS), default="small", help="model, and the defaults below")
     parser.add_argument(
-        "--interaction", choices=("dcn", "dot"), default="dcn", help="cross layers of DCNv2, or products"
+        "--interaction", choices=("dcn", "dot"), default="dcn", help="cross layers of DCNv2, or dot products"
     )
-    parser.add_argument("--format", choices=FORMATS, default="synthetic", help="of --data; npy: MLPerf's .npy and .npz")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="synthetic", help="format of --data; npy: MLPerf's .npy, .npz"
+    )
     parser.add_argument("--data", help="file (criteo: text; raw: HugeCTR's) or folder (npy)")
-    parser.add_argument("--optimizer", choices=ALGORITHMS, default="adagrad", help="of tables; dense: SGD or Adagrad")
-    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="of the dense part's products")
-    parser.add_argument("--wire", choices=PRECISIONS, help="in which pooled rows travel (default: as --precision)")
     parser.add_argument(
-        "--placement", choices=PLACEMENTS, default="model", help="of tables; auto: by costs that are measured"
+        "--optimizer", choices=ALGORITHMS, default="adagrad", help="of the tables; dense: SGD or Adagrad"
     )
-    parser.add_argument("--compile", action="store_true", help="let torch.compile make the dense part's kernels")
-    parser.add_argument("--graph", action="store_true", help="make steps as replays of a CUDA graph, on GPUs")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32", help="dtype of the dense part's products")
+    parser.add_argument("--wire", choices=PRECISIONS, help="dtype of rows on the links (default: --precision)")
+    parser.add_argument(
+        "--placement", choices=PLACEMENTS, default="model", help="of the tables; auto: by measured costs"
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the dense part with torch.compile")
+    parser.add_argument("--graph", action="store_true", help="run steps as replays of a CUDA graph (GPUs)")
     parser.add_argument(
         "--beside-nccl",
         choices=BESIDE_NCCL,
         default=Options.beside_nccl,
-        help="dense sums and tables' backward pass: in one order, or side by side in room that is left for both",
+        help="dense all-reduce and the tables' backward pass: in one order, or side by side",
     )
     for name, kind, text in _NUMBERS:
         parser.add_argument(f"--{name}", type=kind, help=f"{text} ({_default(name)})")
-    parser.add_argument("--compare", type=int, default=0, metavar="STEPS", help="steps of each way, and no training")
-    parser.add_argument("--output", default=Options.output, help=f"folder (default {Options.output})")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument(
+        "--compare", type=int, default=0, metavar="STEPS", help="compare methods over STEPS steps, do not train"
+    )
+    parser.add_argument(
+        "--output", default=Options.output, help=f"folder of checkpoints and results (default {Options.output})"
+    )
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --output")
     add_common_options(parser, limit=3600.0, host_pes="2 to 4")
     return parser
 

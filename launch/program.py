@@ -89,9 +89,13 @@ def add_common_options(parser: argparse.ArgumentParser, *, limit: float, host_pe
         host_pes: how many PEs are started on the host backend, for the help.
     """
     parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
-    parser.add_argument("--pes", type=int, help=f"to start without a launcher (default: one per GPU; host {host_pes})")
-    parser.add_argument("--limit", type=float, default=limit, help="seconds for the whole, where PEs are started here")
-    parser.add_argument("--json", type=Path, help="file to which one line with all results is appended")
+    parser.add_argument(
+        "--pes", type=int, help=f"PEs to start without a launcher (default: one per GPU; host {host_pes})"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=limit, help="seconds for the whole run, if this command starts the PEs"
+    )
+    parser.add_argument("--json", type=Path, help="file to which a line with all results is appended")
     parser.add_argument("--trace", help="file for a timeline of all launches (docs/timelines.md)")
 
 

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         ("seed", "of vectors, order and draws"),
         ("checkpoint-every", "steps"),
         ("check-steps", "steps that one process repeats alone, to compare; 0 for none"),
-        ("overlap-steps", "steps that are timed to tell what the backward pass hides; 0 for none"),
+        ("overlap-steps", "timed steps that show what the backward pass hides; 0: none"),
     ):
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default {value})")
@@ -75,9 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=float, default=value, help=f"{text} (default {value:g})")
-    parser.add_argument("--words", default=",".join(default.words), help="whose neighbors are printed, with commas")
-    parser.add_argument("--output", default=default.output, help=f"folder (default {default.output})")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument("--words", default=",".join(default.words), help="comma-separated; their neighbors are printed")
+    parser.add_argument("--output", default=default.output, help=f"folder of results (default {default.output})")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --output")
     add_common_options(parser, limit=3600.0, host_pes="2 to 4")
     return parser
 

@@ -50,26 +50,26 @@ def _common(
 def demo(
     data: Annotated[
         Path | None,
-        typer.Option(help="Criteo-format file (tab or comma, .gz too); without it a synthetic batch is drawn."),
+        typer.Option(help="File in Criteo's format (tabs or commas, also .gz). Default: a synthetic batch."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Batches to run, after one to warm up.")] = 20,
-    batch: Annotated[int | None, typer.Option(help="Samples of the global batch. Default: 16384, host 512.")] = None,
+    steps: Annotated[int, typer.Option(help="Batches to run, after one warm-up batch.")] = 20,
+    batch: Annotated[int | None, typer.Option(help="Samples of the global batch. Default: 16384; on host 512.")] = None,
     dim: Annotated[int, typer.Option(help="Elements of an embedding row.")] = 128,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="Data type of the tables: fp32, bf16 or fp16.")] = "fp32",
     pes: Annotated[
-        int | None, typer.Option(help="Number of PEs, without a launcher. Default: one per GPU, host 4.")
+        int | None, typer.Option(help="PEs to start without a launcher. Default: one per GPU; on host 4.")
     ] = None,
-    backend: Annotated[str, typer.Option(help="auto, cuda or host.")] = "auto",
+    backend: Annotated[str, typer.Option(help="Where kernels run: auto, cuda or host.")] = "auto",
     max_rows: Annotated[
-        int | None, typer.Option(help="Cap on a table's rows. Default: what the GPUs hold, host 50000.")
+        int | None, typer.Option(help="Most rows of a table. Default: as many as fit on the GPUs; on host 50000.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of tables and synthetic batches.")] = 0,
-    trace: Annotated[str | None, typer.Option(help="File for a timeline of all launches.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the tables and the synthetic batches.")] = 0,
+    trace: Annotated[str | None, typer.Option(help="File for a timeline of all launches (Perfetto).")] = None,
 ) -> None:
     """Run a DLRM embedding exchange over several PEs and check it against torch.
 
-    Exits with 1 where a result is out of tolerance, with 2 where the input, an option or a launcher's variable is
-    wrong, or the backend cannot run here.
+    Exits with 1 if a result is out of tolerance, and with 2 if the input, an option or a launcher's variable is wrong
+    or the backend cannot run here.
     """
     from .demo.options import DemoOptions
     from .demo.run import run_demo
@@ -96,22 +96,22 @@ def demo(
 
 
 @app.command(context_settings=_PASS_ON)
-def bench(context: typer.Context, op: Annotated[str, typer.Argument(help="The operator.")] = "") -> None:
-    """Run the benchmark of an operator; what follows its name goes to the benchmark (try OP --help)."""
+def bench(context: typer.Context, op: Annotated[str, typer.Argument(help="Name of the operator.")] = "") -> None:
+    """Run the benchmark of an operator. Options after its name are the benchmark's (OP --help)."""
     _run_benchmark(bench, op, context.args)
 
 
 @app.command(context_settings=_PASS_ON)
-def trace(context: typer.Context, op: Annotated[str, typer.Argument(help="The operator.")] = "") -> None:
+def trace(context: typer.Context, op: Annotated[str, typer.Argument(help="Name of the operator.")] = "") -> None:
     """Record a timeline of an operator's launches and print their summary (options as of `bench OP`)."""
     _run_benchmark(trace, op, [*context.args, "--trace"])
 
 
 @app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
-    """Show what this machine offers the package, what is missing and the command that installs it.
+    """Show what the package finds on this machine, what is missing, and the command that installs it.
 
-    Exits with 0 where at least one backend can run, else with 1.
+    Exits with 0 if at least one backend can run, else with 1.
     """
     from .doctor import run_doctor
 
@@ -139,7 +139,7 @@ def _run_benchmark(command: Callable[..., None], op: str, arguments: Sequence[st
             usage = f"Usage: persistent-ops {name} OP [ARGUMENTS OF THE BENCHMARK]"
             typer.echo(f"{usage}\n\n{inspect.getdoc(command)}\n\nOperators:\n{listed}")
             raise typer.Exit(0)
-        typer.echo(f"error: there is no benchmark of {op!r}; there are:\n{listed}", err=True)
+        typer.echo(f"error: no benchmark is called {op!r}. The benchmarks are:\n{listed}", err=True)
         raise typer.Exit(2)
     # Benchmarks share modules that lie beside them, and the PEs that they start import both by name.
     sys.path.insert(0, str(found[op].parent))

@@ -173,20 +173,20 @@ def _draw(draw: Callable[[list[dict[str, Any]], Path], None], lines: list[dict[s
 
 def _add_common(parser: argparse.ArgumentParser, experiment: type[Experiment[Any]]) -> None:
     known = ",".join(experiment.labels)
-    parser.add_argument("--pes", type=int, help="PEs to start without a launcher; instead of --worlds")
-    parser.add_argument("--worlds", help=f"worlds to run one after the other, such as {experiment.worlds_help}")
+    parser.add_argument("--pes", type=int, help="PEs to start without a launcher, in place of --worlds")
+    parser.add_argument("--worlds", help=f"numbers of PEs to run one after the other, such as {experiment.worlds_help}")
     parser.add_argument("--backend", choices=("auto", "cuda", "host"), default="auto")
-    parser.add_argument("--out", default="out/bench", help="folder of the JSON lines and the figures")
-    limit = "seconds for each world, where PEs are started here"
+    parser.add_argument("--out", default="out/bench", help="folder for JSON lines and figures")
+    limit = "seconds for each world, if this command starts the PEs"
     parser.add_argument("--limit", type=float, default=experiment.time_limit, help=limit)
     parser.add_argument("--methods", help=f"comma-separated, of {known} (default: all)")
-    parser.add_argument("--rounds", type=int, help=f"times each method is timed {experiment.rounds_help}")
-    parser.add_argument("--quick", action="store_true", help=f"a look: {experiment.quick_help}")
-    timelines = "record the launches of the first case as timelines, beside the record, and time only what that costs"
+    parser.add_argument("--rounds", type=int, help=f"timed runs of each method {experiment.rounds_help}")
+    parser.add_argument("--quick", action="store_true", help=f"a quick run: {experiment.quick_help}")
+    timelines = "record timelines of the first case, and time what recording costs, nothing else"
     parser.add_argument("--trace", action="store_true", help=f"{timelines} (methods: the first one)")
     parser.set_defaults(tune=None, tune_mode="product", sweep=None)
     if experiment.knobs:
-        sweep = "time the operator over resident work-groups (occupancy) or the size of a slice, and draw that"
+        sweep = "time the operator over the number of CTAs (occupancy) or the size of a slice, and draw the times"
         parser.add_argument("--sweep", choices=tuple(experiment.knobs), help=sweep)
     if experiment.operator is not None:
         fields = [field.name for field in dataclasses.fields(experiment.operator.default_tuning)]

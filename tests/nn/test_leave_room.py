@@ -234,7 +234,7 @@ def test_other_groups_are_refused() -> None:
         assert is_one and not leaves_room
         assert (
             gloo[0] == "ValueError"
-            and "on PE 0: groups: groups: expected process groups of NCCL" in gloo[1]
+            and "on PE 0: groups: expected process groups of NCCL" in gloo[1]
             and "'gloo'" in gloo[1]
         )
         assert none == ("TypeError", none[1]) and none[1].endswith("got none")

@@ -474,7 +474,11 @@ def errors_program(backend: str) -> list[str]:
             (ValueError, lambda: Row(8, 4, device="meta")(absent[:, :4]), f"x: expected a tensor {on}, {elsewhere}"),
             (ValueError, lambda: Row(8, 4, algorithm="ring"), f"algorithm: {one_of} 'two_shot', got 'ring'"),
             (RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half()), "Call init_process_group on every PE"),
-            (NotImplementedError, lambda: row(big.clone().requires_grad_()), "RowParallelLinear: the layer is forward only"),
+            (
+                NotImplementedError,
+                lambda: row(big.clone().requires_grad_()),
+                "RowParallelLinear: the layer is forward only",
+            ),
             (ValueError, lambda: rounded(big.half()), f"wire_dtype: {wire}"),
             (RuntimeError, lambda: row.load_state_dict(small), "size mismatch for weight"),
             (NotImplementedError, lambda: result.sum().backward(), "forward only"),

@@ -108,5 +108,5 @@ def _no_room_for_a_block() -> list[Any]:
 
 
 def test_room_for_no_block_is_refused_by_name(backend: str) -> None:
-    text = "room_bytes: the packets of a block do not fit"
+    text = "room_bytes: the packets of a block do not fit; use a larger room_bytes, or algorithm='slices'"
     assert in_world(_no_room_for_a_block, 2, backend) == [[("ValueError", text), ("ValueError", text), 2.0]] * 2

@@ -215,7 +215,7 @@ def test_help_of_commands_that_take_an_operator(command: str, folder: Path) -> N
         assert f"  persistent-ops {command} toy_op\n" in output and "_helper" not in output
         assert {"bench": "Run the benchmark", "trace": "Record a timeline"}[command] in output
     code, output = run(command, "gone_op")
-    assert code == 2 and "there is no benchmark of 'gone_op'" in output
+    assert code == 2 and "no benchmark is called 'gone_op'" in output
     assert output.endswith(f"  persistent-ops {command} toy_op\n")
     code, output = run(command, "toy_op", "--help")
     assert "arguments: ['--help'" in output and ("--trace" in output) == (command == "trace")
