@@ -59,15 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=1, help="sequences, 1 to 16 (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each method (default 5)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on GPUs, fp32 on the host")
-    parser.add_argument("--seed", type=int, default=0, help="of random weights and prompts")
-    small_kernels = "the small kernels (default: on GPUs)"
+    parser.add_argument("--seed", type=int, default=0, help="seed of random weights and prompts")
+    small_kernels = "compile small kernels (default: on GPUs)"
     parser.add_argument("--compile", dest="is_compiled", action=argparse.BooleanOptionalAction, help=small_kernels)
-    parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_shot"), default="auto")
-    parser.add_argument("--wire-dtype", choices=("own",), help="own: fused sums travel in the weights' dtype, not fp32")
-    parser.add_argument("--prefetch", action="store_true", help="weights of fused products (default: no)")
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, help="compile small kernels (default: on GPUs)"
-    )
     parser.add_argument("--algorithm", choices=("auto", "one_shot", "two_shot"), default="auto")
     parser.add_argument("--wire-dtype", choices=("own",), help="own: sums travel in the weights' dtype, not in fp32")
     parser.add_argument("--prefetch", action="store_true", help="prefetch weights of fused products (default: no)")

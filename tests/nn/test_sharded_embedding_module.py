@@ -369,12 +369,12 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
     "ranks of replicas": (
         {"placement": {"a": TablePlacement("replicated", ranks=(0,))}},
         "ValueError",
-        "a is replicated, and has ranks",
+        "a: expected no ranks for replicated",
     ),
     "slices of replicas": (
         {"placement": {"a": TablePlacement("replicated", 2)}},
         "ValueError",
-        "a is replicated, and has 2 slices",
+        "a: expected one slice for replicated, got 2",
     ),
     "no number": ({"placement": "column_wise"}, "ValueError", "num_slices="),
     "uneven": ({"placement": {"a": TablePlacement("column_wise", 3)}}, "ValueError", "8 columns of a do not divide"),
