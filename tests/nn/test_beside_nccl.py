@@ -298,7 +298,7 @@ def test_opposite_arrival(backend: str, way: str, is_captured: bool) -> None:
     if not _assert_right_or_deadlocked(found, way):
         return
     (_, text), (_, told) = (seen.error for seen in found)
-    assert "for PE 1" in text and "No launch of PE 1 has begun for it" in text and "NCCL" in text
+    assert "for PE 1" in text and "PE 1 has not called the operator" in text and "NCCL" in text
     assert "because of PE 1 (this PE)" in told
     assert "PE 1 called the operator too late, or its launch found no room" in told
 
