@@ -97,7 +97,9 @@ class DlrmEmbedding(Experiment[Case]):
         parser.add_argument(
             "--beside", action="store_true", help="lookups ahead travel beside other launches, if both fit"
         )
-        parser.add_argument("--calls", type=int, default=Options.calls, help="least number of steps in a replay (default 4)")
+        parser.add_argument(
+            "--calls", type=int, default=Options.calls, help="least number of steps in a replay (default 4)"
+        )
 
     @classmethod
     def read_options(cls, arguments: argparse.Namespace, worlds: Sequence[int], common: dict[str, Any]) -> Options:

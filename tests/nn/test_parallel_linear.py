@@ -477,7 +477,7 @@ def errors_program(backend: str) -> list[str]:
             (
                 NotImplementedError,
                 lambda: row(big.clone().requires_grad_()),
-                "RowParallelLinear: the layer is forward only",
+                "the layer is forward only",
             ),
             (ValueError, lambda: rounded(big.half()), f"wire_dtype: {wire}"),
             (RuntimeError, lambda: row.load_state_dict(small), "size mismatch for weight"),

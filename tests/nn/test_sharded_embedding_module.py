@@ -377,7 +377,11 @@ _MADE: dict[str, tuple[dict[str, Any], str, str]] = {
         "a: expected one slice for replicated, got 2",
     ),
     "no number": ({"placement": "column_wise"}, "ValueError", "num_slices="),
-    "uneven": ({"placement": {"a": TablePlacement("column_wise", 3)}}, "ValueError", "a: expected a number of slices that divides its 8 columns"),
+    "uneven": (
+        {"placement": {"a": TablePlacement("column_wise", 3)}},
+        "ValueError",
+        "a: expected a number of slices that divides its 8 columns",
+    ),
     "uneven plan": (
         {"placement": {"a": _Parameter("column_wise", [0, 0], [6, 2])}},
         "NotImplementedError",
