@@ -306,7 +306,7 @@ del workspace.__dict__["_failure"]
 result = po.all_reduce(x)
 del type(workspace)._failure
 workspace._failure = None
-print(len(told), "within another one's launch" in told[0], torch.equal(result, x), torch.equal(po.all_reduce(x), x))
+print(len(told), "called during a launch" in told[0], torch.equal(result, x), torch.equal(po.all_reduce(x), x))
 po.finalize()
 """
 
