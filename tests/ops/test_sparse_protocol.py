@@ -363,7 +363,7 @@ def test_mismatch_of_what_all_have_met_before(backend: str) -> None:
             assert "sparse_all_reduce" in text, where
             assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
             # A PE that was only told of it may not have been told by what.
-            assert kind != "capacity" or "nothing yet" in text or ("90" in text and "96" in text), where
+            assert kind != "capacity" or "says what differs" in text or ("90" in text and "96" in text), where
 
 
 # ---- epochs ----------------------------------------------------------------------------------------------------------
