@@ -129,15 +129,18 @@ def test_threads_are_given_no_variables() -> None:
 
 
 @pytest.mark.slow
-def test_the_example_of_ddp_learns_its_weights(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (_REPOSITORY / "launch" / "README.md").read_text(), re.DOTALL)
-    (script := tmp_path / "example.py").write_text(example)
-    command = [sys.executable, str(script)]
+def test_the_examples_of_the_page_on_launchers_run(tmp_path: Path) -> None:
+    page = (_REPOSITORY / "docs" / "launchers.md").read_text()
+    train, launch, join, *_ = re.findall(r"^```python\n(.*?)```", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "train.py").write_text(train)
     environment = clean_environment(MASTER_ADDR="192.0.2.1", MASTER_PORT="1")  # another job's: not for the PEs
-    ran = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
-    )
-    assert ran.stdout.splitlines() == ["0 1.000 -2.000 3.000", "1 1.000 -2.000 3.000"], ran.stderr
+    for example, printed in ((launch, "[[1.0, -2.0, 3.0], [1.0, -2.0, 3.0]]\n"), (join, "[[0, 0], [1, 1]]\n")):
+        (script := tmp_path / "example.py").write_text(example)
+        command = [sys.executable, str(script)]
+        ran = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False
+        )
+        assert ran.stdout == printed, ran.stderr
 
 
 @pytest.mark.parametrize("kind", ["raise", "custom", "kill"])
