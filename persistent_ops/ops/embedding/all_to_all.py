@@ -26,7 +26,8 @@ from .split import completed, dims_at_compile_time, exchange_dims, table_sets
 
 __all__ = ["embedding_all_to_all", "pool_alone", "reference"]
 
-_new_of_batch: Callable[[tuple[Any, ...]], OfBatch] = functools.partial(tuple.__new__, OfBatch)  # in a third of its time
+# Makes an OfBatch in a third of the time of its own constructor.
+_new_of_batch: Callable[[tuple[Any, ...]], OfBatch] = functools.partial(tuple.__new__, OfBatch)
 _NUM_CHOICES = 8  # from dim_per_rank to columns
 
 
