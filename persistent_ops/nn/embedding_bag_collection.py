@@ -48,8 +48,8 @@ __all__ = ["ShardedEmbeddingBagCollection"]
 
 _AGREEMENT = Operator("agreement on a ShardedEmbeddingBagCollection", (), has_kernel=False)
 _CLIPPING = (
-    "the norm of all gradients is known when the backward pass has ended, and rows are updated in it; max_gradient "
-    "clamps single elements"
+    "the backward pass updates rows before the norm of all gradients is known. Pass max_gradient, which clamps "
+    "single elements."
 )
 _RECOMPUTED = (
     "a forward pass that torch.utils.checkpoint computes again would read rows that another backward pass of "
@@ -85,7 +85,7 @@ def _check_choices(
     if bounds not in BOUNDS:
         raise ValueError(f"bounds: expected one of {BOUNDS}, got {bounds!r}")
     if is_weighted and any(config.pooling != "sum" for config in configs):
-        raise ValueError("is_weighted: expected tables of pooling 'sum' alone")
+        raise ValueError("is_weighted: expected only tables with pooling 'sum'")
     if wire_dtype is not None:
         check_wire(configs, wire_dtype)
     check_rounding(configs, rounding)
@@ -220,8 +220,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, and copied."""
         raise TypeError(
-            "a ShardedEmbeddingBagCollection is one of a world's and cannot be copied or pickled: save its state_dict, "
-            "and make another one"
+            "a ShardedEmbeddingBagCollection belongs to its world and cannot be copied or pickled. Save its state_dict "
+            "and load it into a new one."
         )
 
     @classmethod
@@ -240,14 +240,14 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         for kind in type(collection).__mro__:
             if kind.__name__ in ("DistributedModelParallel", "ShardedEmbeddingBagCollection"):
                 raise NotImplementedError(
-                    f"collection: {kind.__name__} spreads tables by itself; pass the EmbeddingBagCollection that it is "
-                    "made of, and put the model's dense part under DistributedDataParallel"
+                    f"collection: expected an EmbeddingBagCollection, got a {kind.__name__}, whose tables are spread "
+                    "already. Pass the original collection, and put the dense part under DistributedDataParallel."
                 )
         frozen = [name for name, parameter in collection.named_parameters() if not parameter.requires_grad]
         if frozen:
             raise NotImplementedError(
-                f"collection: {', '.join(frozen)} is frozen (requires_grad=False), and a module's backward pass "
-                "updates all its tables; make a module of the frozen ones, and call it under torch.no_grad()"
+                f"collection: {', '.join(frozen)} is frozen (requires_grad=False), but a module's backward pass "
+                "updates all its tables. Make a module of the frozen tables, and call it under torch.no_grad()."
             )
         is_weighted = getattr(collection, "is_weighted", lambda: False)()
         given = {name: each.detach() for name, each in collection.state_dict().items()}
@@ -328,8 +328,8 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
         if other is not None:
             raise ValueError(
-                f"{names}: expected the same on all PEs, but PE {other} and PE {self._world.rank} passed different "
-                f"ones; PE {self._world.rank}: {choices}"
+                f"{names}: PE {other} and PE {self._world.rank} passed different arguments, expected the same on all "
+                f"PEs. PE {self._world.rank} passed {choices}."
             )
 
     def _make_parts(
@@ -480,13 +480,13 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         ahead = None if self._ahead is None else self._ahead()
         if ahead is not None and not ahead.is_over and self._ahead_since == self._world.num_recoveries:
             raise RuntimeError(
-                "features: what input_dist has sent has not been pooled; call the module with it, or release() it"
+                "features: what input_dist has sent has not been pooled. Call the module with it, or release() it."
                 + _NOT_ANEW * (backward_pass() >= 0)
             )
         is_keyed = lengths is None
         if is_keyed:
             if per_sample_weights is not None:
-                raise ValueError("per_sample_weights: those of a KeyedJaggedTensor are its own")
+                raise ValueError("per_sample_weights: cannot be given with a KeyedJaggedTensor, which has its own")
             features, lengths, per_sample_weights = features_of(
                 features, self.feature_names, is_weighted=self._is_weighted
             )

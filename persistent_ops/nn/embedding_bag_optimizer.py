@@ -173,7 +173,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 "optimizer with it and pass a fixed gradient_scale."
             )
         if closure is not None:
-            raise NotImplementedError("closure: the backward pass updates the tables, so it cannot be evaluated again")
+            raise NotImplementedError("closure: cannot be given, since each backward pass updates the tables")
         self.push_rate()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -183,7 +183,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse parameters beside the collection's tables."""
         if self.param_groups:
-            raise NotImplementedError("param_groups: the tables are one group, and other parameters need an optimizer")
+            raise NotImplementedError("param_groups: the tables are the only group; other parameters need an optimizer")
         super().add_param_group(param_group)
 
     # ---- states ------------------------------------------------------------------------------------------------------
@@ -198,8 +198,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, and copied."""
         raise TypeError(
-            "an EmbeddingBagOptimizer is its module's and cannot be copied or pickled: save its state_dict, and load "
-            "it into another module's"
+            "an EmbeddingBagOptimizer belongs to its module and cannot be copied or pickled. Save its state_dict and "
+            "load it into another module's optimizer."
         )
 
     def state_dict(self, *, prefix: str = "") -> dict[str, Any]:  # type: ignore[override]
@@ -274,7 +274,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             if _plain(saved.get(name, value)) != value:
                 raise ValueError(f"state_dict: saved with {name}={saved[name]!r}, but the collection has {value!r}")
         if self._optimizer == "adam" and "step" not in saved:
-            raise ValueError("state_dict: 'adam' needs the number of steps, which is in param_groups")
+            raise ValueError("state_dict: expected param_groups with the number of steps, which 'adam' needs, got none")
         # Nothing is written before all has been looked at.
         steps, rate = as_number("state_dict: step", saved.get("step", 0)), _rate("state_dict: lr", saved.get("lr", 0.0))
         if not 0 <= steps < 2**63:

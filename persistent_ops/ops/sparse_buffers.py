@@ -85,7 +85,7 @@ def sparse_all_reduce_buffers(
         raise ValueError(f"coalesce: expected one of {', '.join(map(repr, COALESCE))}, got {coalesce!r}")
     check_choices(op, "auto", ("auto",))
     if coalesce == "disable" and op != "sum":
-        raise ValueError("op: without coalescing nothing is summed, so there is no mean; pass op='sum'")
+        raise ValueError("op: expected 'sum' with coalesce='disable', which sums nothing, got 'mean'")
     require_plain({"indices": indices, "values": values})
     _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
     refuse_gradient(values)

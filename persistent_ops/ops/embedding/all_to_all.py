@@ -141,8 +141,8 @@ def embedding_all_to_all(
         required = (indices.sources,)
     elif offsets is None:
         raise TypeError(
-            "offsets: expected [T * B + 1], int32 or int64, got None, which goes with Lookups of po.EmbeddingInputs "
-            "alone; of indices [B, L] of a table they are torch.arange(0, B * L + 1, L), beside indices.flatten()"
+            "offsets: expected [T * B + 1], int32 or int64, got None. offsets is required unless indices is a Lookups. "
+            "For indices of shape [B, L] pass torch.arange(0, B * L + 1, L) and indices.flatten()."
         )
     else:
         lookups, operator = _new_of_batch((indices, offsets, per_sample_weights)), _of_batch
@@ -151,7 +151,7 @@ def embedding_all_to_all(
         raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
     records = torch.is_grad_enabled()
     if out is not None and records and (optimizer or requires_grad or _require_gradients(weights, differentiated)):
-        raise NotImplementedError("out: cannot be given where gradients are recorded")
+        raise NotImplementedError("out: cannot be given where gradients are recorded. Call under torch.no_grad().")
     dims = tuple(dim_per_rank) if type(dim_per_rank) is list else dim_per_rank  # keys are found by tuples
     split = tuple(batch_per_rank) if type(batch_per_rank) is list else batch_per_rank
     choices = (dims, split, dtype, wire_dtype, pooling, bounds, schedule, columns)
