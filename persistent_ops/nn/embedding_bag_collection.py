@@ -95,66 +95,68 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     """Pools the lookups of this PE's samples in tables of all PEs, and updates the tables in the backward pass.
 
     Block k of the result's columns is ``pool(table_k[bag of feature k])``, in the order of `tables` and of their
-    features, whatever the placement and the number of PEs. Lookups go to the owners of the tables (`EmbeddingInputs`),
-    pooled rows come back and gradients go there (`embedding_all_to_all`, `EmbeddingOptimizer`); one call for all tables
-    of equal pooling and dtype.
+    features, for every placement and number of PEs. Lookups travel to the owners of the tables (`EmbeddingInputs`),
+    pooled rows come back, and gradients travel to the owners (`embedding_all_to_all`, `EmbeddingOptimizer`). One call
+    serves all tables of equal pooling and dtype.
 
-    Made by all PEs together, with the same arguments.
+    All PEs make the module together, with the same arguments.
 
     Args:
         tables: `TableConfig`s, TorchRec's EmbeddingBagConfigs, or tuples of TableConfig's fields.
-        max_batch: the most samples that a PE passes.
-        lookups_per_sample: of each feature, by name, or one number for all: estimates, of which room for lookups and
-            balance come.
-        placement: "table_wise", "replicated", "auto", a `TablePlacement`, a mapping of tables' names to these, or
-            TorchRec's ShardingPlan, of which table_wise, column_wise and data_parallel are taken.
+        max_batch: largest number of samples of a PE.
+        lookups_per_sample: of each feature, by name, or one number for all: estimates, which decide the room for
+            lookups and the balance of the placement.
+        placement: "table_wise", "replicated", "auto", a `TablePlacement`, a mapping from tables' names to these, or
+            TorchRec's ShardingPlan with table_wise, column_wise and data_parallel.
         optimizer: of `EmbeddingOptimizer`.
-        lr, eps, weight_decay, weight_decay_mode, max_norm, betas: of it too; each slice of a table has norms of its
-            own.
-        gradient_scale: factor of gradients; None for 1 / P, which makes of a row's sum over the PEs the mean that
-            DistributedDataParallel takes of the dense part's.
-        max_gradient: clamps every element of the gradient that comes to the module, divided by P, as FBGEMM does.
-            What is sent in 16 bits is clamped to their largest number that is at most P times the bound.
+        lr, eps, weight_decay, weight_decay_mode, max_norm, betas: of `EmbeddingOptimizer`; norms are per slice of a
+            table.
+        gradient_scale: factor of gradients. None: 1 / P, so that a row's sum over the PEs becomes the mean, as for the
+            dense part under DistributedDataParallel.
+        max_gradient: clamps every element of the gradient that arrives at the module, divided by P, as FBGEMM does.
+            Gradients that are sent in 16 bits are clamped to the largest 16-bit number that is at most P times the
+            bound.
         max_grad_norm: refused.
-        is_weighted: whether lookups have weights; all tables are pooled by "sum" then. Weights that require a gradient,
-            on all PEs or on none, get that of this PE's result with respect to them, in float32: `gradient_scale` does
-            not count, and of a lookup in several slices or tables it is their sum.
-        wire_dtype: bfloat16 halves the bytes that pooled rows of float32 tables, and their gradients, travel in; their
-            part of the result has that dtype (`embedding_all_to_all`). Tables of 16 bits stay as they are.
+        is_weighted: whether lookups have per-sample weights; then all tables have pooling "sum". If weights require a
+            gradient, they do so on all PEs. It is the gradient of this PE's result, in float32, without
+            `gradient_scale`. For a lookup in several slices or tables it is the sum.
+        wire_dtype: bfloat16 halves the bytes of pooled rows of float32 tables, and of their gradients. Their part of
+            the result has that dtype (`embedding_all_to_all`). Tables of 16 bits are not changed by it.
         rounding: of rows of 16 bits: "nearest" or "stochastic" (`EmbeddingOptimizer`). Random bits depend on `seed`,
-            the step, the table, the slice, the row and the column there, and so on the number of slices, but neither on
-            the world nor on who has a slice; replicated tables of equal pooling and dtype and width draw as one.
-        seed: of the first rows, which are uniform in TableConfig's init_range and the same for any placement and world;
-            and of stochastic rounding, where that of a loaded optimizer takes its place.
+            the step, the table, the slice, and the row and column in it. So they depend on the number of slices, but
+            not on the world or the owner. Replicated tables of equal pooling, dtype and width draw as one table.
+        seed: of the initial rows, which are uniform in TableConfig's init_range and the same for every placement and
+            world; and of stochastic rounding, until a loaded optimizer replaces it.
         bounds: of `EmbeddingInputs`.
-        keyed_tensor: makes the result of a KeyedJaggedTensor of names, columns of each, and values; TorchRec's
+        keyed_tensor: makes the result for a KeyedJaggedTensor from names, columns of each, and values; TorchRec's
             KeyedTensor fits.
 
     Attributes:
-        layout: which PE has what.
-        feature_names: F names, the order of inputs: as features occur first in the tables.
+        layout: the parts of each PE.
+        feature_names: F names, in the order of inputs: as features first occur in the tables.
         embedding_names, embedding_dims: of the result's blocks.
         optimizer: see `EmbeddingBagOptimizer`.
 
     Raises:
-        ValueError, TypeError: an argument; or the PEs passed different ones.
-        NotImplementedError: a placement or clipping that is not provided.
+        ValueError, TypeError: an invalid argument; or the PEs passed different arguments.
+        NotImplementedError: an unsupported placement or clipping.
         SymmetricHeapError: no room for lookups.
         RuntimeError: `po.init()` has not been called.
 
-    Parameters are called ``embedding_bags.<table>.weight`` as in an EmbeddingBagCollection; on a PE they have what it
-    owns: `[R, D]` or `[0, D]`, or, in slices, `[slices here, R, D / slices]`. They require no gradient, so that other
-    optimizers leave them alone. DistributedDataParallel leaves those alone of which PEs have different parts. State
-    dicts have `TableShards` under these names; plain tensors `[R, D]` are loaded as well. They are not gathered by
-    ``full_state_dict=True``: torch.distributed.checkpoint saves them from all PEs, and loads them into plain tensors.
+    Parameters are named ``embedding_bags.<table>.weight``, as in an EmbeddingBagCollection. On a PE a parameter holds
+    the PE's part: `[R, D]` or `[0, D]`, or, in slices, `[slices here, R, D / slices]`. Parameters require no gradient,
+    so other optimizers leave them alone. DistributedDataParallel leaves parameters alone whose parts differ between
+    PEs. State dicts have `TableShards` under these names; plain tensors `[R, D]` can be loaded too.
+    ``full_state_dict=True`` does not gather them: torch.distributed.checkpoint saves them from all PEs, and loads them
+    into plain tensors.
 
-    Kernels hold the tables' memory: rows are changed in it (``weight.copy_()``, ``load_state_dict``), and a parameter
-    that is replaced is refused.
+    Kernels hold the memory of the tables: change rows in place (``weight.copy_()``, ``load_state_dict``). A replaced
+    parameter is refused.
 
-    `requires_grad_` neither freezes nor thaws a table: make a module of the frozen ones, and call it under
-    `torch.no_grad()`. torch.compile breaks its graph around a call.
+    `requires_grad_` does not freeze a table: make a module of the frozen tables, and call it under `torch.no_grad()`.
+    torch.compile breaks its graph around a call.
 
-    Source: TorchRec's ShardedEmbeddingBagCollection, whose names and orders these are.
+    Source: TorchRec's ShardedEmbeddingBagCollection, with the same names and orders.
     """
 
     @torch.inference_mode(False)  # backward passes write to the tables
@@ -226,16 +228,16 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
 
     @classmethod
     def from_collection(cls, collection: Any, **options: Any) -> Self:
-        """Make one of an EmbeddingBagCollection, with its tables' rows, to be put in its place in a model.
+        """Make a module from an EmbeddingBagCollection, with its tables' rows, to replace it in a model.
 
         Args:
-            collection: TorchRec's, whole on every PE, on any device; it is not changed and not kept. Of replicated
-                tables PE 0's rows are taken, as DistributedDataParallel does, of others each owner's; those of tables
-                on the device "meta" are drawn.
+            collection: TorchRec's, whole on every PE, on any device. It is not changed and not kept. Replicated tables
+                take PE 0's rows, as under DistributedDataParallel; other tables take their owner's rows. Tables on the
+                device "meta" are drawn.
             options: keyword arguments of the class.
 
         Raises:
-            NotImplementedError: a table is frozen; the collection has spread its tables itself.
+            NotImplementedError: a table is frozen, or the collection's tables are already spread over PEs.
         """
         for kind in type(collection).__mro__:
             if kind.__name__ in ("DistributedModelParallel", "ShardedEmbeddingBagCollection"):
@@ -259,7 +261,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return made
 
     def placements(self) -> dict[str, TablePlacement]:
-        """Return where the tables lie, by name; passed as `placement`, it puts them there again."""
+        """Return the placement of each table by name; pass it as `placement` to get the same placement again."""
         layout = self.layout
         return {
             config.name: replace(placement, ranks=layout.owners[number] or None)
@@ -267,7 +269,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         }
 
     def placement_table(self) -> Table:
-        """Return which PE has what, and what it costs, as a table for ``rich.print``."""
+        """Return the parts of each PE and their costs, as a table for ``rich.print``."""
         from .placement_report import placement_table
 
         return placement_table(self.layout, self._lookups_per_sample)
@@ -285,16 +287,16 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return self._is_weighted
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """Draw all rows again, those of a table from a generator of its own: the same for any placement and world."""
+        """Draw all rows again, each table from its own generator: the same rows for every placement and world."""
         for number, table in enumerate(self._tables):
             table.draw((seed * 1_000_003 + 1 + number) % 2**64)
 
     def sync_replicas(self) -> None:
-        """Give every PE the rows of replicated tables that PE 0 has; collective where there are any.
+        """Copy PE 0's rows of replicated tables to all PEs; collective if there are replicated tables.
 
-        For rows that each PE has written on its own, such as ``torch.nn.init`` draws from its own generator: replicas
-        must begin alike. `ignore_sharded_tables` does it, and so does DistributedDataParallel for tables that it is not
-        to ignore.
+        Replicas must start equal. Call it after each PE has written rows on its own, as ``torch.nn.init`` does with
+        each PE's generator. `ignore_sharded_tables` does the same, and so does DistributedDataParallel for tables that
+        it does not ignore.
         """
         if self._replicas is None:
             return
@@ -448,24 +450,25 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         per_sample_weights: torch.Tensor | None = None,
         batch_per_rank: Sequence[int] | None = None,
     ) -> SentFeatures:
-        """Send the lookups of this PE's B samples, ahead of the forward pass that pools them.
+        """Send the lookups of this PE's B samples ahead of the forward pass that pools them.
 
-        They travel while the device does what else it has: in a training, call it for the next batch after the forward
-        pass of this one. Called on a stream of its own, it waits for that alone, and for the launches before it.
+        The lookups travel while the device does other work. In a training loop, call it for the next batch after the
+        forward pass of the current batch. On a stream of its own, it waits only for that stream and for earlier
+        launches.
 
-        Args: those of `forward`. They must stay as they are until the backward pass: replicated tables read them there.
-            Whether weights get gradients is decided here: under no_grad they get none.
+        Args: those of `forward`. Do not change them until the backward pass, since replicated tables read them there.
+        Whether weights get gradients is decided here: under no_grad they get none.
 
         Returns:
-            What `forward` takes in place of `features`; at most one at a time. One that is dropped is released by the
-            next call, on all PEs or on none.
+            A value for `forward` in place of `features`; at most one at a time. If it is dropped, the next call
+            releases it, on all PEs or on none.
 
         Raises:
-            RuntimeError: what was sent before has neither been pooled nor released.
+            RuntimeError: the batch that was sent before has neither been pooled nor released.
             ValueError, TypeError, NotImplementedError: see `forward`.
 
-        Collective, on the current stream. Where forward passes wait for their backward passes, the last one alone keeps
-        its lookups.
+        Collective, on the current stream. If forward passes wait for their backward passes, only the last one keeps its
+        lookups.
         """
         self._check_world()
         return self._send(features, lengths, per_sample_weights, batch_per_rank)
@@ -525,7 +528,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         Returns:
             Whether every PE's GPU has room for both.
 
-        Collective and blocking, after a step, not in a CUDA-graph capture.
+        Collective and blocking. Call it after a step, not in a CUDA-graph capture.
         """
         self._check_world()
         return self._world.agree_to_run_beside()
@@ -542,32 +545,33 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Pool the lookups of this PE's B samples.
 
         Args:
-            features: `[n]`, int32 or int64: values, feature by feature in the order of `feature_names`, in a feature
-                sample by sample; or a KeyedJaggedTensor; or, alone, what `input_dist` returned for either.
-            lengths: `[F * B]`, int32 or int64: of the bags; with values alone.
-            per_sample_weights: `[n]`, float32, exactly where `is_weighted`; with values alone. They, or a
-                KeyedJaggedTensor's, may require a gradient; call the module once for each backward pass then, since
-                that gradient is made of the rows as they were.
-            batch_per_rank: samples that each PE brings, the same on every PE. Where the host does not know, it waits
-                to be told by what has come; and where a forward pass already waits for its backward pass, it copies
-                what has come, unless weights require a gradient.
+            features: `[n]`, int32 or int64: values, feature by feature in the order of `feature_names`, and sample by
+                sample within a feature; or a KeyedJaggedTensor; or the result of `input_dist` for either, without other
+                arguments.
+            lengths: `[F * B]`, int32 or int64: lengths of the bags; only with values.
+            per_sample_weights: `[n]`, float32, if and only if `is_weighted`; only with values. They, or the weights of
+                a KeyedJaggedTensor, may require a gradient. Then call the module once for each backward pass, since the
+                gradient is computed from the rows of the forward pass.
+            batch_per_rank: number of samples of each PE, the same on every PE. Without it, the host waits for the
+                numbers to arrive. If another forward pass already waits for its backward pass, the module then copies
+                the lookups, unless weights require a gradient.
 
         Returns:
-            `[B, sum of D]`, of the tables' dtype or, of float32 tables, `wire_dtype`; where these are several, what
-            torch promotes them to. Of a KeyedJaggedTensor that in a KeyedTensor (see `keyed_tensor`).
+            `[B, sum of D]`, of the tables' dtype or, for float32 tables, `wire_dtype`. With several dtypes, the dtype
+            to which torch promotes them. For a KeyedJaggedTensor, a KeyedTensor of it (see `keyed_tensor`).
 
         Raises:
             ValueError, TypeError: an argument's shape, dtype, device or layout.
-            NotImplementedError: a batch that varies from feature to feature; a KeyedJaggedTensor's weights that
-                require a gradient, where its features come in another order and its `permute` takes the gradient away;
-                weights that have a tangent, or require a gradient inside of torch.func.
-            RuntimeError: what `input_dist` returned was pooled or released before, or waits while others are passed; a
-                table's parameter, or its memory, is another one than that which the module was made with.
-            IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" perhaps with the next call.
+            NotImplementedError: a batch size that varies from feature to feature; weights of a KeyedJaggedTensor that
+                require a gradient, if its features come in another order and its `permute` drops the gradient; weights
+                with a tangent, or that require a gradient inside of torch.func.
+            RuntimeError: the result of `input_dist` was pooled or released before, or waits while other features are
+                passed; a table's parameter or its memory was replaced.
+            IndexError: an input of this PE is bad, see `EmbeddingInputs`; on "cuda" possibly at the next call.
             PeerTimeoutError, ContractMismatchError: a peer did not answer, or called something else.
 
-        Collective, on the current stream; where gradients are recorded, the backward pass is too, once for each call,
-        and in the same order on all PEs where there are several.
+        Collective, on the current stream. If gradients are recorded, the backward pass is collective too: once for each
+        call, and in the same order on all PEs.
         """
         self._check_world()
         check_memory(self._tables)
@@ -670,7 +674,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Return placement and costs, for repr()."""
+        """Return the placement and its costs, for repr()."""
         layout = self.layout
         owners = {
             config.name: "all" if layout.is_replicated(number) else list(layout.owners[number])

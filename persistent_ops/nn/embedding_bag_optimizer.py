@@ -1,4 +1,4 @@
-"""The optimizer of an embedding collection's tables, as schedulers and checkpoints expect one of torch's."""
+"""Optimizer of an embedding collection's tables, with the interface that torch's schedulers and checkpoints expect."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ _States = tuple[int, tuple[torch.Tensor, ...]]  # of a slice: its number, and it
 
 
 class EmbeddingBagOptimizer(torch.optim.Optimizer):
-    """Has the states of a `ShardedEmbeddingBagCollection`'s tables; rows are updated in the backward pass.
+    """Holds the states of a `ShardedEmbeddingBagCollection`'s tables; the backward pass updates the rows.
 
-    `step` and `zero_grad` therefore do nothing but bring ``param_groups[0]["lr"]`` to the device, where kernels, also
-    those of a CUDA graph, read it; so does the collection's forward pass outside of a capture. A scheduler of torch's
-    that is stepped after `step()` gives step t the rate that it gives an optimizer of torch's. In a capture a rate on
-    the host, a number or a tensor, stays where it is: one of these calls brings it ahead of a replay. A rate in a
-    tensor on the device is brought by every replay of a graph that has one of the calls.
+    So `step` and `zero_grad` only copy ``param_groups[0]["lr"]`` to the device, where kernels read it, also those of a
+    CUDA graph. The collection's forward pass does so too, outside of a capture. Step a scheduler of torch's after
+    `step()`, as with torch's optimizers. In a capture, a rate on the host (a number or a tensor) is not copied: call
+    one of these functions before a replay. A rate in a tensor on the device is copied by every replay of a graph that
+    contains one of the calls.
 
     The state dict has TorchRec's form: ``state["embedding_bags.<table>.weight"]["<table>.momentum1"]``, and
-    ``"<table>.exp_avg_sq"`` beside it for "adam", each a `TableShards`, there from the beginning. States of
-    "rowwise_adagrad" are `[R * slices]`. Through torch.distributed.checkpoint it is loaded in another world.
+    ``"<table>.exp_avg_sq"`` beside it for "adam", each a `TableShards` that exists from the beginning. States of
+    "rowwise_adagrad" are `[R * slices]`. torch.distributed.checkpoint loads it in another world.
 
     Args:
         optimizer: of `po.EmbeddingOptimizer`.
-        options: of it too, and the seed of stochastic rounding.
-        weights: of the collection, by name: the parameter, size of the table, its number of slices, and of each that
-            this PE has its number and its states.
-        optimizers: that have these states.
-        drawn: what the tables of each of them are drawn as (`drawn_of`).
+        options: of `po.EmbeddingOptimizer`, and the seed of stochastic rounding.
+        weights: of the collection, by name: the parameter, size of the table, its number of slices, and for each slice
+            of this PE its number and its states.
+        optimizers: optimizers that hold these states.
+        drawn: for each of them, the tables as they are drawn (`drawn_of`).
         rounding: of the rows of tables of 16 bits.
         max_norm: of rows.
     """
@@ -122,10 +122,10 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         ]
 
     def push_rate(self) -> None:
-        """Bring the learning rate to the device, where it has changed; in a capture only from there.
+        """Copy the learning rate to the device if it has changed; in a capture only from a tensor on the device.
 
         Raises:
-            NotImplementedError: something else has changed in the group.
+            NotImplementedError: another option of the group has changed.
         """
         group = self.param_groups[0]
         rate, found = group["lr"], self._choices_of(group)
@@ -160,7 +160,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
             optimizer.seeds = [rounding_seed(seed, each) for each in drawn]  # type: ignore[assignment]  # as above
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Bring the learning rate to the device; the backward pass has updated the tables.
+        """Copy the learning rate to the device; the backward pass has updated the tables.
 
         Raises:
             NotImplementedError: called by GradScaler, or with a closure.
@@ -177,7 +177,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self.push_rate()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Bring the learning rate to the device; there are no gradients to forget."""
+        """Copy the learning rate to the device; there are no gradients to clear."""
         self.push_rate()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -189,9 +189,9 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
     # ---- states ------------------------------------------------------------------------------------------------------
 
     def save_param_groups(self, save: bool) -> None:
-        """Say whether state dicts have "param_groups": TorchRec's have none unless they are asked to.
+        """Set whether state dicts have "param_groups", which TorchRec's do not have by default.
 
-        Without it, torch.distributed.checkpoint loads what TorchRec has saved.
+        Without "param_groups", torch.distributed.checkpoint loads TorchRec's checkpoints.
         """
         self._saves_param_groups = save
 
@@ -206,8 +206,8 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         """Return rates, seed, the number of steps and all states, as shards over this PE's memory; waits on the host.
 
         Args:
-            prefix: of the tables' names: "sparse." for those that a model has whose attribute `sparse` is the
-                collection, which are TorchRec's names under DistributedModelParallel.
+            prefix: of the tables' names: "sparse." if the collection is the model's attribute `sparse`, as in
+                TorchRec's names under DistributedModelParallel.
 
         Raises:
             NotImplementedError: called by torch.distributed.checkpoint.state_dict, which would rename the states.
@@ -241,21 +241,21 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         return {"state": state, "param_groups": [group]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, prefix: str = "") -> None:  # type: ignore[override]
-        """Take states over, and say that this makes good for a launch that was given up.
+        """Load states; this also repairs tables after a launch that was given up.
 
         Args:
-            state_dict: whole states, or shards of this placement; without "param_groups", as TorchRec has it, rates
-                and the seed of stochastic rounding stay, and steps begin at 0.
+            state_dict: whole states, or shards of this placement. Without "param_groups", as in TorchRec's checkpoints,
+                rates and the seed of stochastic rounding stay, and steps start at 0.
             prefix: of the tables' names; see `state_dict`.
 
-        A rate that is a tensor here stays that tensor, and takes the loaded value: a CUDA graph may read it.
+        A rate that is a tensor here stays that tensor and takes the loaded value: a CUDA graph may read it.
 
         Raises:
-            ValueError: it is of another optimizer, other constants of it or other tables; or of another number of
-                column slices, under "rowwise_adagrad" or of a table that is rounded stochastically; or float32 does not
-                hold the rate, or there cannot be so many steps.
-            TypeError: its rate or its step is no number.
-            After either everything is as it was.
+            ValueError: the state is of another optimizer, of other constants or tables, or of another number of column
+                slices (under "rowwise_adagrad", or for a table with stochastic rounding); or the rate does not fit into
+                float32, or the number of steps is invalid.
+            TypeError: the rate or the step is not a number.
+            After an error everything is unchanged.
         """
         given = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():

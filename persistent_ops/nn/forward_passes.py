@@ -24,15 +24,15 @@ _TWO_WAIT = (
 
 
 class SentFeatures:
-    """Lookups on their way to the owners of their tables: see `ShardedEmbeddingBagCollection.input_dist`.
+    """Lookups that travel to the owners of their tables: see `ShardedEmbeddingBagCollection.input_dist`.
 
     Args:
         is_keyed: whether they came as a KeyedJaggedTensor.
-        knows_split: whether the host knows how many samples each PE brings.
-        own: those for the tables that every PE has; None where there are none.
+        knows_split: whether the host knows the number of samples of each PE.
+        own: lookups for replicated tables; None if there are none.
 
     Attributes:
-        is_over: whether they have been pooled or released.
+        is_over: whether the lookups have been pooled or released.
     """
 
     def __init__(self, *, is_keyed: bool, knows_split: bool, own: LocalBatch | None = None) -> None:
@@ -50,7 +50,7 @@ class SentFeatures:
         return self.lookups
 
     def release(self) -> None:
-        """Give them up in place of pooling them; on all PEs, between the same calls."""
+        """Release the lookups instead of pooling them; on all PEs, between the same calls."""
         if not self.is_over:
             self.is_over = True
             for lookups in self.lookups:
