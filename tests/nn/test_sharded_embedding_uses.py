@@ -132,7 +132,7 @@ def _copied() -> list[tuple[str, str]]:
 
 def test_an_optimizer_is_not_copied() -> None:
     for kind, text in in_world(_copied, 1, "host")[0]:
-        assert kind == "TypeError" and "save its state_dict" in text
+        assert kind == "TypeError" and "Save its state_dict" in text
 
 
 # ---- frozen ----------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ __all__ = ["embedding_all_to_all", "pool_alone", "reference"]
 
 # Makes an OfBatch in a third of the time of its own constructor.
 _new_of_batch: Callable[[tuple[Any, ...]], OfBatch] = functools.partial(tuple.__new__, OfBatch)
+_NO_OUT = "out: cannot be given where gradients are recorded. Call under torch.no_grad()."
 _NUM_CHOICES = 8  # from dim_per_rank to columns
 
 
@@ -150,8 +151,6 @@ def embedding_all_to_all(
     if optimizer is not None and not isinstance(optimizer, EmbeddingOptimizer):
         raise TypeError(f"optimizer: expected a po.EmbeddingOptimizer, got {optimizer!r}")
     records = torch.is_grad_enabled()
-    if out is not None and records and (optimizer or requires_grad or _require_gradients(weights, differentiated)):
-        raise NotImplementedError("out: cannot be given where gradients are recorded. Call under torch.no_grad().")
     dims = tuple(dim_per_rank) if type(dim_per_rank) is list else dim_per_rank  # keys are found by tuples
     split = tuple(batch_per_rank) if type(batch_per_rank) is list else batch_per_rank
     choices = (dims, split, dtype, wire_dtype, pooling, bounds, schedule, columns)
@@ -161,6 +160,8 @@ def embedding_all_to_all(
         plans, key, has_gradients = _prepared(world, world.team, weights, lookups, choices)
         is_required = requires_grad or has_gradients or (differentiated is not None and differentiated.requires_grad)
         if records and (is_required or optimizer is not None):
+            if out is not None:
+                raise NotImplementedError(_NO_OUT)
             launch = functools.partial(_launched, world, plans, key, weights, lookups)
             return _recorded(EmbeddingCall(world, key, tuple(weights), arrived), launch, lookups, optimizer)
         if optimizer is not None:
@@ -194,6 +195,8 @@ def _dispatched(
     if records and (optimizer is not None or (is_own and not (is_compiling or num_dispatch_modes()))):
         require_plain_list("weights", weights)
         require_plain({name: each for name, each in named.items() if each is not None}, may_be_fake=True)
+        if out is not None:
+            raise NotImplementedError(_NO_OUT)
         world = _world.for_call()
         _, key, _ = _prepared(world, world.team, weights, lookups, choices)
         return _recorded(EmbeddingCall(world, key, tuple(weights), arrived), launch, lookups, optimizer)

@@ -462,7 +462,7 @@ def _on_one_pe() -> tuple[str, str]:
 
 def test_gradients_are_wanted_by_all_pes_or_none(backend: str) -> None:
     for name, text in in_world(_on_one_pe, 2, backend):
-        assert name == "ContractMismatchError" and "weight_gradients is" in text, text
+        assert name == "ContractMismatchError" and "requires_grad of per_sample_weights is" in text, text
 
 
 def _tables_changed() -> list[Any]:

@@ -109,7 +109,7 @@ def test_a_third_batch_is_refused(cuda: Cuda) -> None:
     loop = _Loop(cuda)
     loop.exchange(cuda.current)
     loop.exchange(cuda.current)
-    with pytest.raises(RuntimeError, match="have not been released"):
+    with pytest.raises(RuntimeError, match="are still held"):
         loop.exchange(cuda.current)
 
 
