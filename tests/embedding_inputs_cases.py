@@ -22,7 +22,6 @@ __all__ = [
     "arrived",
     "batches",
     "expected",
-    "global_view",
     "make",
     "make_given",
     "problem",
@@ -179,23 +178,6 @@ def problem(case: Case, iteration: int, found: Sequence[Arrived]) -> str | None:
         if want != have:
             return f"from PE {pe}: {have}, not {want}"
     return None
-
-
-def global_view(lookups: po.Lookups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return indices, offsets and weights of the global batch, as `embedding_all_to_all` takes them; on the CPU."""
-    sources = [lookups.source(pe) for pe in range(po.world_size())]
-    indices, weights, lengths = [], [], []
-    for slot in range(lookups.num_slots):
-        for source in sources:
-            ends = source.offsets[slot * source.samples : (slot + 1) * source.samples + 1].cpu().long()
-            indices.append(source.indices[ends[0] : ends[-1]].cpu())
-            lengths.append(ends.diff())
-            weights += (
-                [] if source.per_sample_weights is None else [source.per_sample_weights[ends[0] : ends[-1]].cpu()]
-            )
-    ends = torch.cat([torch.zeros(1, dtype=torch.int64), *lengths]).cumsum(0)
-    chosen = torch.cat([torch.zeros(0, dtype=lookups.index_dtype), *indices])
-    return chosen, ends, torch.cat(weights) if weights else None
 
 
 def make(case: Case) -> po.EmbeddingInputs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from bits import NUM_ITERATIONS, BitsSuite, CaseWorld, Outcome, Trial
-from embedding_inputs_cases import CASES, Case, arrived, batches, global_view, make, make_given, problem
+from embedding_inputs_cases import CASES, Case, arrived, batches, make, make_given, problem
 from graphs import NUM_INPUTS, Call, Graph, GraphSuite
 from protocol import Mismatch, ProtocolSuite, Work
 from worlds import TRANSPORTS, error_of, in_world
@@ -20,7 +19,7 @@ import persistent_ops as po
 from persistent_ops.ops.embedding import lookups as embedding_lookups
 from persistent_ops.ops.embedding.inputs import _num_beside
 from persistent_ops.ops.embedding.inputs_plan import OPERATOR, Tuning
-from persistent_ops.ops.embedding.lookups import Given, fields_of_source
+from persistent_ops.ops.embedding.lookups import fields_of_source
 from persistent_ops.runtime import world as po_world
 from persistent_ops.runtime.operator import Operator
 from persistent_ops.runtime.workspace import Workspace
@@ -88,57 +87,6 @@ class TestArrivals(BitsSuite):
     @classmethod
     def tune(cls, **tuning: Any) -> None:
         OPERATOR.tune(po.runtime.world.current(), Tuning(**tuning))
-
-
-def _pooled() -> list[Any]:
-    """What has arrived is pooled by the forward pass; each PE's rows are those of its own lookups."""
-    rank, world = po.rank(), po.world_size()
-    case = Case("pooled", is_weighted=True)
-    inputs = make(case)
-    tables = [
-        [torch.randint(-9, 9, (rows, 4), generator=torch.Generator().manual_seed(10 * pe + slot)).float()
-         for slot, (_, rows) in enumerate(case.slots(pe))]
-        for pe in range(world)
-    ]  # fmt: skip
-    own = [table.to(po.device()) for table in tables[rank]]
-    right = []
-    for iteration in range(NUM_ITERATIONS):
-        split = batches(case, world, iteration)
-        given = make_given(case, rank, iteration)
-        assert given.weights is not None
-        whole = given._replace(weights=(given.weights * 4).round())
-        assert whole.weights is not None
-        tensors = [tensor.to(po.device()) for tensor in (whole.values, whole.lengths, whole.weights)]
-        exchanged = inputs.exchange(tensors[0], lengths=tensors[1], per_sample_weights=tensors[2])
-        with exchanged as lookups, torch.no_grad():
-            view = [None if each is None else each.to(po.device()) for each in global_view(lookups)]
-            assert view[0] is not None and view[1] is not None
-            dims = [4 * len(of_pe) for of_pe in tables]
-            found = po.embedding_all_to_all(own, *view, batch_per_rank=split, dim_per_rank=dims)  # type: ignore[arg-type]
-        columns = []
-        for of_pe, slots in zip(tables, map(case.slots, range(world)), strict=True):
-            for table, (feature, _) in zip(of_pe, slots, strict=True):
-                ends = whole.offsets[feature * split[rank] : (feature + 1) * split[rank] + 1]
-                chosen = slice(int(ends[0]), int(ends[-1]))
-                bag = torch.nn.functional.embedding_bag
-                columns.append(
-                    bag(
-                        whole.values[chosen],
-                        table,
-                        ends - ends[0],
-                        mode="sum",
-                        per_sample_weights=whole.weights[chosen],
-                        include_last_offset=True,
-                    )
-                )
-        right.append(torch.equal(found.cpu(), torch.cat(columns, 1)))
-    po.check()
-    return right
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_forward_pass_of_what_has_arrived(backend: str, world: int) -> None:
-    assert in_world(_pooled, world, backend) == [[True] * NUM_ITERATIONS] * world
 
 
 # ---- late, absent and dead peers -------------------------------------------------------------------------------------
@@ -530,25 +478,6 @@ def _in_a_host_world(program: Any) -> Any:
     return result
 
 
-def _heap_too_small() -> list[Any]:
-    case = dataclasses.replace(CASES[0], name="too much", max_batch=1, batch=lambda rank, iteration: 1)
-    inputs = dataclasses.replace(case, lookups_per_sample=1.0)
-    made = make(inputs)
-    count = 3 << 20
-    values = torch.zeros(count, dtype=torch.int64, device=po.device())
-    lengths = torch.tensor([count, 0, 0, 0], device=po.device())
-    lookups = made.exchange(values, lengths=lengths)
-    name = error_of(lookups.wait)[0]
-    lookups.release()
-    with _exchange(made, case, 0, "lengths") as again:
-        right = problem(case, 0, arrived(again))
-    return [name, right]
-
-
-def test_room_that_the_heap_has_not(backend: str) -> None:
-    assert in_world(_heap_too_small, 2, backend, heap_size=16 << 20) == [["SymmetricHeapError", None]] * 2
-
-
 def _enlarged_too_far(lookups: int) -> list[Any]:
     """Return what there is before an exchange that is refused, behind it, and whether one that fits comes through.
 
@@ -579,46 +508,6 @@ def test_a_refused_enlargement_leaves_all_regions_as_they_were(backend: str, opt
 
 
 # ---- beside other launches -------------------------------------------------------------------------------------------
-
-
-def _beside() -> list[Any]:
-    """Exchanges and forward passes of one PE run at once, and reach the PEs in opposite orders."""
-    rank, world = po.rank(), po.world_size()
-    case = Case("beside", batch=lambda r, iteration: 4)
-    inputs = make(case)
-    table = torch.arange(64.0).view(16, 4) + rank
-    indices, offsets = torch.arange(8) % 16, torch.arange(9)
-    with torch.no_grad():
-        want = po.embedding_all_to_all([table], indices, offsets).clone()
-        _exchange(inputs, case, 0, "lengths").release()
-        problems: list[Any] = []
-        for turn in range(20):
-            given = make_given(case, rank, turn % NUM_ITERATIONS)
-            checked = Given(given.values, given.lengths, None, False, True, 4, (4,) * world)
-            region = inputs._exchange.regions[turn % 2]
-            lookups = po.Lookups(inputs._exchange, region, checked)
-            late = (turn + rank) % 2 * 0.02
-
-            def exchange(lookups: po.Lookups = lookups, late: float = late) -> None:
-                time.sleep(late)
-                lookups._launch(is_captured=False)
-
-            thread = threading.Thread(target=exchange)
-            thread.start()
-            time.sleep(0.02 - late)
-            found = po.embedding_all_to_all([table], indices, offsets)
-            thread.join()
-            lookups.wait()
-            wrong = problem(case, turn % NUM_ITERATIONS, arrived(lookups))
-            if wrong is not None or not torch.equal(found, want):
-                problems.append((turn, wrong))
-    po.check()
-    return problems
-
-
-@pytest.mark.host
-def test_exchanges_beside_forward_passes(backend: str) -> None:
-    assert in_world(_beside, 2, backend) == [[], []]
 
 
 def _one_after_the_other(is_beside: bool) -> list[Any]:
@@ -714,6 +603,8 @@ _MADE: dict[str, tuple[dict[str, Any], str]] = {
     "int32 for large tables": ({"slots": [[(0, 2**31)]], "index_dtype": torch.int32}, "index_dtype"),
     "another dtype": ({"index_dtype": torch.float32}, "index_dtype"),
     "other bounds": ({"bounds": "warn"}, "bounds"),
+    "an order of too few PEs' slots": ({"slot_order": [[0]]}, "slot_order: expected a number for each slot"),
+    "an order of other slots": ({"slot_order": [[0, 1, 2]]}, "[2] of them, got [3]"),
 }
 _CALLED: dict[str, tuple[dict[str, Any], str]] = {
     "neither": ({"lengths": None}, "lengths, offsets"),
