@@ -144,6 +144,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a rate beyond float32": (lambda: _set(lr=1e39), "ValueError; lr: expected a number of at least 0 and below "),
     "a scale beyond float32": (lambda: _set(gradient_scale=1e39), "ValueError; gradient_scale: expected a number of "),
+    "a number as table": (lambda: _optimizer().state(3), "TypeError; weight: expected a tensor, got int"),
     "two rates": (lambda: _set(lr=torch.ones(2)), "ValueError; lr: expected one element, got shape [2]"),
     "a decay beyond float32": (
         lambda: po.EmbeddingOptimizer([torch.ones(10, 16)], "adam", lr=0.1, weight_decay=1e39),

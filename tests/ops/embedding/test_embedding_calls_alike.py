@@ -164,33 +164,6 @@ def test_a_list_that_changes_is_another(backend: str) -> None:
     assert in_world(_changing_lists, 2, backend) == [[0] * 5] * 2
 
 
-def _refused() -> list[str]:
-    """Pass what is refused, behind calls that were not; a world of one."""
-    tables, (indices, offsets) = _tables(), _lookups(0)
-    for _ in range(2):
-        po.embedding_all_to_all(tables, indices, offsets)
-    seen = []
-    for weights, lookups, options in (
-        (iter(tables), (indices, offsets), {}),
-        (dict(enumerate(tables)).values(), (indices, offsets), {}),
-        (tables, (indices.repeat_interleave(2)[::2], offsets), {}),
-        (tables, (indices, offsets[None]), {}),
-        (tables, (indices, offsets), {"pooling": "max"}),
-        (tables, (indices, offsets), {"batch_per_rank": [[BATCH]]}),
-        (tables, (indices, offsets), {"batch_per_rank": BATCH}),
-        (tables, (indices, offsets), {"out": po.empty(BATCH, WIDTH)}),
-    ):
-        with pytest.raises((TypeError, ValueError)) as caught:
-            po.embedding_all_to_all(weights, *lookups, **options)  # type: ignore[arg-type]
-        seen.append(str(caught.value).split(":")[0])
-    return seen
-
-
-def test_what_is_refused_is_refused_behind_other_calls(backend: str) -> None:
-    wanted = ["weights", "weights", "indices", "offsets", "pooling", "batch_per_rank", "batch_per_rank", "out"]
-    assert in_world(_refused, 1, backend) == [wanted]
-
-
 # Another thread's call, which is refused, comes before the first one of the thread that calls operators.
 REFUSED_ELSEWHERE = """
 import threading, torch
