@@ -1,10 +1,9 @@
-"""The sort by row of an embedding batch: the bits of a stable sort, for any lookups; in turn, in graphs; misuse."""
+"""The sort by row of an embedding batch: the bits of a stable sort, for any lookups; in turn, in graphs."""
 
 from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -334,69 +333,7 @@ def test_a_graph_needs_a_first_call(backend: str) -> None:
     assert "call it once before the capture" in in_world(_first_call_in_a_graph, 1, backend)[0]
 
 
-# ---- misuse ----------------------------------------------------------------------------------------------------------
-
-
-def _refused(change: Callable[[torch.Tensor, torch.Tensor], _Lookups]) -> tuple[str, str]:
-    world, case = po.runtime.world.current(), CASES[0]
-    rows = Rows.of(world, case.first_keys(), case.rows, case.batch)
-    try:
-        invert(world, rows, *change(*case.lookups(0)), counts=False, lookups=False)
-    except (TypeError, ValueError) as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-_WRONG: dict[str, Any] = {
-    "TypeError indices: expected int32 or int64": lambda indices, offsets: (indices.float(), offsets),
-    "TypeError offsets: expected int32 or int64": lambda indices, offsets: (indices, offsets.short()),
-    "ValueError indices: expected a contiguous vector": lambda indices, offsets: (indices[::2], offsets),
-    "ValueError offsets: expected a contiguous vector": lambda indices, offsets: (indices, offsets[None]),
-    "ValueError indices: expected a tensor on cpu": lambda indices, offsets: (indices.to("meta"), offsets),
-    "ValueError offsets: expected a tensor on cpu": lambda indices, offsets: (indices, offsets.to("meta")),
-    "ValueError offsets: expected 36": lambda indices, offsets: (indices, offsets[1:]),
-}
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("wrong", _WRONG)
-def test_wrong_arguments(wrong: str) -> None:
-    name, text = in_world(_refused, 1, "host", _WRONG[wrong])[0]
-    assert f"{name} {text}".startswith(wrong)
-
-
-@pytest.mark.host
-def test_too_many_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPERATOR.description.constants, "kNumber", 8)
-    _, text = in_world(_refused, 1, "host", lambda indices, offsets: (indices, offsets))[0]
-    assert "expected at most 8 lookups" in text
-
-
-def _grid_too_large() -> str:
-    OPERATOR.tune(po.runtime.world.current(), Tuning(work_groups=1 << 20))
-    with pytest.raises(ValueError) as error:
-        _Trial(CASES[0]).problem(0)
-    return str(error.value)
-
-
-def test_a_grid_that_does_not_fit(backend: str) -> None:
-    assert "fit the device at once" in in_world(_grid_too_large, 1, backend)[0]
-
-
-def _bad_rows() -> list[str]:
-    world, texts = po.runtime.world.current(), []
-    for first_keys, rows, batch in (([0], [1, 2], 3), ([0], [-1], 3), ([0, 5], [5, 5], 2**30)):
-        with pytest.raises(ValueError) as error:
-            Rows.of(world, first_keys, rows, batch)
-        texts.append(str(error.value))
-    return texts
-
-
-@pytest.mark.host
-def test_rows_that_cannot_be() -> None:
-    texts = in_world(_bad_rows, 1, "host")[0]
-    for text, found in zip(("one for each of 1 tables", "none below 0", "2^31 - 1 bags"), texts, strict=True):
-        assert text in found
+# ---- passes ----------------------------------------------------------------------------------------------------------
 
 
 def test_passes() -> None:
