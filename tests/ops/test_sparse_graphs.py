@@ -37,7 +37,6 @@ from worlds import in_world
 
 import persistent_ops as po
 
-MB = 1 << 20
 _INSTANCES = [
     Case("graphs: uniform", 700, lambda d: torch.randint(d.rows, (1 + 23 * d.iteration,), generator=d.own), (16,)),
     Case("graphs: Zipf, bf16, mean", 99, zipf(90), (8,), torch.bfloat16, "mean", torch.int32),
@@ -240,32 +239,6 @@ TRANSPORTS = [
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_capacity_exceeded(backend: str, options: dict[str, Any]) -> None:
     assert in_world(_capacities, 3, backend, **options) == [[]] * 3
-
-
-def _no_capacity() -> list[str]:
-    """Room for no rows is enough for none."""
-    problems = []
-    room = Room(0, (4,), torch.float32)
-    for algorithm in INTO_ALGORITHMS:
-        for nnz in (0, 1, 0):
-            entries = Entries(torch.arange(nnz) + 7, torch.ones(nnz, 4))
-            room.reset()
-            text = "no error"
-            try:
-                indices, values = (tensor.to(po.device()) for tensor in entries)
-                po.sparse_all_reduce_into(indices, values, num_rows=9, algorithm=algorithm, **room.arguments())  # type: ignore[arg-type]
-                po.check()
-            except po.CapacityError as error:
-                text = str(error)
-            found = room.problem(expected([entries] * po.world_size()), is_full=nnz > 0)
-            if found is not None or ("1 rows together, but the capacity is 0: 1 too many" in text) != bool(nnz):
-                problems.append(f"{algorithm}, nnz {nnz}: {text}; {found}")
-    room.free()
-    return problems
-
-
-def test_no_capacity(backend: str) -> None:
-    assert in_world(_no_capacity, 2, backend) == [[], []]
 
 
 def _buffers_of_one_call() -> list[bool]:

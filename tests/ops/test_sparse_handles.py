@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 from typing import Any
 
@@ -20,7 +19,6 @@ from sparse_cases import (
     to_sparse,
     uniform,
     wanted,
-    zeros_have_signs,
 )
 from worlds import TRANSPORTS, error_of, in_world, run_pes
 
@@ -85,29 +83,6 @@ def _in_flight() -> list[str]:
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_several_in_flight(backend: str, options: dict[str, Any]) -> None:
     assert in_world(_in_flight, 3, backend, **options) == [[]] * 3
-
-
-def _outgrown() -> list[str]:
-    """Start calls whose unions outgrow what the ones before needed, and wait for them afterwards."""
-    problems = []
-    rank, world = po.rank(), po.world_size()
-    for algorithm in ALGORITHMS:
-        cases = [Case(f"outgrown {count}", 5000, uniform(count), (8,)) for count in (5, 60, 700, 4000)]
-        works = []
-        for case in cases:
-            x = to_sparse(case, make_inputs(case, world, 0)[rank])
-            works.append(po.sparse_all_reduce(x, algorithm=algorithm, async_op=True))
-        for case, work in zip(cases, works, strict=True):
-            found = rows_problem(
-                taken_apart(work.wait()), wanted(case, world, 0), zeros_have_signs=zeros_have_signs(algorithm)
-            )
-            if found is not None:
-                problems.append(f"{case.name}, {algorithm}: {found}")
-    return problems
-
-
-def test_unions_that_outgrow_their_room(backend: str) -> None:
-    assert in_world(_outgrown, 2, backend) == [[], []]
 
 
 def _counted_launches() -> list[int]:
@@ -397,38 +372,3 @@ def _added_to_nothing() -> list[bool]:
 
 def test_a_sum_without_rows_can_be_added_to(backend: str) -> None:
     assert in_world(_added_to_nothing, 2, backend) == [[True] * 4] * 2
-
-
-def _saved() -> list[bool]:
-    equal = []
-    for dtype in (torch.float32, torch.bfloat16):
-        values = torch.ones(2, 3, device=po.device(), dtype=dtype)
-        rows = torch.tensor([[1, 3]], device=po.device())
-        total = po.sparse_all_reduce(torch.sparse_coo_tensor(rows, values, (5, 3), check_invariants=False))
-        file = io.BytesIO()
-        torch.save(total, file)
-        file.seek(0)
-        equal.append(torch.equal(torch.load(file).to_dense(), total.to_dense()))
-    return equal
-
-
-def test_a_sum_can_be_saved(backend: str) -> None:
-    assert in_world(_saved, 2, backend) == [[True, True]] * 2
-
-
-def _waited_for_again_as_a_tensor() -> list[Any]:
-    indices = torch.tensor([[3, 40 if po.rank() == 1 else 4]], device=po.device())
-    x = torch.sparse_coo_tensor(indices, torch.ones(2, 1, device=po.device()), (40, 1), check_invariants=False)
-    work = po.sparse_all_reduce(x, async_op=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the report is there
-    errors = [error_of(work.wait)[:2] for _ in range(3)]
-    po.check()  # has been told
-    return [errors, work.done()]
-
-
-def test_a_sum_without_a_bad_row_is_not_given_out(backend: str) -> None:
-    (errors, is_over), (failed, is_over_too) = in_world(_waited_for_again_as_a_tensor, 2, backend)
-    assert errors == [("", "")] * 3 and is_over and is_over_too
-    assert failed[0][0] == "IndexError" and "is row 40, but the tensor has 40 rows" in failed[0][1]
-    assert failed == failed[:1] * 3
