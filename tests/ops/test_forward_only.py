@@ -1,4 +1,4 @@
-"""Operators that have no backward pass, in torch: opcheck, schemas, autograd, fake tensors, tracing, torch.compile."""
+"""Operators that have no backward pass, in torch: opcheck, schemas, autograd, fake tensors, torch.compile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch_checks import assert_schemas, opcheck_problems
 from worlds import error_of, in_world
 
@@ -222,7 +221,7 @@ def test_autograd_runs_forward_and_refuses_backward(backend: str, name: str) -> 
     assert in_world(_autograd, 1, backend, name) == [[]]
 
 
-# ---- fake tensors, tracing, torch.compile ----------------------------------------------------------------------------
+# ---- fake tensors, torch.compile -------------------------------------------------------------------------------------
 
 
 def _fake_tensors(name: str) -> list[str]:
@@ -278,26 +277,6 @@ def _special_fakes() -> list[Any]:
 def test_fake_tensors_of_special_calls() -> None:
     text = "x: expected 1 to 16 vectors, got"
     assert in_world(_special_fakes, 1, "host") == [[[text] * 2, [torch.float32, FLOAT8], True, True, True]]
-
-
-def _traces(name: str) -> list[list[str]]:
-    given = _given(name)
-
-    def program(*tensors: torch.Tensor) -> torch.Tensor:
-        return 2 * _call(name, dict(zip(given, tensors, strict=True)))[-1]
-
-    want, names = program(*given.values()), []
-    for mode in ("real", "fake", "symbolic"):
-        traced = make_fx(program, tracing_mode=mode)(*given.values())
-        assert torch.equal(traced(*given.values()), want), mode
-        names.append([str(node.target) for node in traced.graph.nodes if node.op == "call_function"])
-    return names
-
-
-@each_operator
-def test_make_fx_sees_the_operator(backend: str, name: str) -> None:
-    for names in in_world(_traces, 1, backend, name)[0]:
-        assert f"persistent_ops.{name}.default" in names
 
 
 def _block(name: str) -> Callable[..., torch.Tensor]:

@@ -430,8 +430,3 @@ def test_the_oldest_plans_go() -> None:
         return [kept, [launch.sums[0].item() for launch in launches]]
 
     assert _run(program, world=1) == [[[5, 6, 7, 8], [7.0] * 8]]
-
-
-def test_it_stands_on_the_shared_headers_alone() -> None:
-    included = {line.split('"')[1] for line in HEADER.splitlines() if line.startswith("#include")}
-    assert included == {"comm/launch.cuh", "platform/entry.cuh"}

@@ -1,4 +1,4 @@
-"""embedding_all_to_all in torch: opcheck, fake tensors, autograd, tracing, torch.compile; what the import does."""
+"""embedding_all_to_all in torch: opcheck, fake tensors, autograd, torch.compile; what the import does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from kept_pes import in_processes
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch_checks import assert_schemas, opcheck_problems
 from worlds import in_world
 
@@ -47,26 +46,6 @@ def operator_arguments(
     batch = (found[1].numel() - 1) // TABLES
     dtypes = (weights[0].dtype, wire or weights[0].dtype)
     return (weights, *found, factors, [TABLES * DIM], [batch], *dtypes, pooling, "fatal", "communication_aware", None)
-
-
-def expected(weights: list[torch.Tensor], found: Lookups, factors: torch.Tensor | None, pooling: str) -> torch.Tensor:
-    """Return what a world of one must give, in fp64, by torch's own operator."""
-    indices, offsets = (x.cpu() for x in found)
-    columns = []
-    for t, begins in enumerate(offsets[:-1].view(TABLES, -1)):
-        bounds = torch.cat([begins, offsets[(t + 1) * len(begins)].view(1)])
-        low, high = int(bounds[0]), int(bounds[-1])
-        columns.append(
-            torch.nn.functional.embedding_bag(
-                indices[low:high],
-                weights[t].detach().cpu().double(),
-                bounds - low,
-                mode=pooling,
-                per_sample_weights=None if factors is None else factors[low:high].cpu().double(),
-                include_last_offset=True,
-            )
-        )
-    return torch.cat(columns, dim=1)
 
 
 def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
@@ -116,9 +95,6 @@ def _operator_and_function() -> list[str]:
             where = f"{dtype}, {kind}"
             if nothing is not None or not (torch.equal(function, operator) and torch.equal(function, out)):
                 problems.append(f"{where}: function, operator and out= differ")
-            error = (function.cpu().double() - expected(weights, found, factors, pooling)).abs().max()
-            if float(error) > {torch.float32: 1e-4}.get(wire, 0.2):
-                problems.append(f"{where}: differs from torch by {float(error)}")
             if any(not torch.equal(x, copy) for x, copy in zip((*weights, *found), copies, strict=True)):
                 problems.append(f"{where}: an input was changed")
             po.free(out)
@@ -187,7 +163,7 @@ def test_autograd_gives_plain_calls_gradients(backend: str) -> None:
     assert all(value is True for value in seen.values()), seen
 
 
-# ---- fake tensors and tracing --------------------------------------------------------------------------------------
+# ---- fake tensors --------------------------------------------------------------------------------------------------
 
 
 def _fake_tensors() -> list[str]:
@@ -213,22 +189,6 @@ def _fake_tensors() -> list[str]:
 
 def test_fake_tensors(backend: str) -> None:
     assert one_pe(_fake_tensors, backend) == []
-
-
-def _traces() -> dict[str, list[str]]:
-    weights, found = tables(), lookups(23)
-    want = 2 * po.embedding_all_to_all(weights, *found)
-    names = {}
-    for mode in ("real", "fake", "symbolic"):
-        traced = make_fx(lambda ws, i, o: 2 * po.embedding_all_to_all(ws, i, o), tracing_mode=mode)(weights, *found)
-        assert torch.equal(traced(weights, *found), want), mode
-        names[mode] = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
-    return names
-
-
-def test_make_fx_sees_the_operator(backend: str) -> None:
-    for names in one_pe(_traces, backend).values():
-        assert "persistent_ops.embedding_all_to_all.default" in names
 
 
 # ---- torch.compile -------------------------------------------------------------------------------------------------
