@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import Graph
-from worlds import in_world
+from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.ops.embedding import inversion as embedding_inversion
@@ -333,7 +333,14 @@ def test_a_graph_needs_a_first_call(backend: str) -> None:
     assert "call it once before the capture" in in_world(_first_call_in_a_graph, 1, backend)[0]
 
 
-# ---- passes ----------------------------------------------------------------------------------------------------------
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.host
+def test_too_many_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPERATOR.description.constants, "kNumber", 8)
+    ((name, text, _),) = in_world(lambda: error_of(lambda: _Trial(CASES[0]).problem(0)), 1, "host")
+    assert name == "ValueError" and "expected at most 8 lookups" in text
 
 
 def test_passes() -> None:
