@@ -9,7 +9,6 @@ import argparse
 import functools
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,10 +290,7 @@ class AllReduce(Experiment[str]):
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
         """Draw the times over the size, sums on the left and norms on the right, for the largest world."""
-        times = select(lines, "time")
-        if not times:
-            return
-        times = [line for line in times if line["pes"] == max(line["pes"] for line in times)]
+        times = select(lines, "time", pes=max(unique(select(lines, "time"), "pes")))
         with figure(lines, path, size=(12, 4.5), columns=2) as (_, panels):
             for axes, norms in zip(panels, (False, True), strict=True):
                 for method in unique(times, "method"):
@@ -319,10 +315,4 @@ def _norms(method: str) -> bool:
     return method.startswith("norm_")
 
 
-def main(argv: list[str]) -> int:
-    """Run the benchmark; see `run_benchmark`."""
-    return run_benchmark(AllReduce, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+main = functools.partial(run_benchmark, AllReduce)

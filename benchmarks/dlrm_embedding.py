@@ -8,7 +8,6 @@ placement through torch's or FBGEMM's tables and torch.distributed.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from embedding.backward_inputs import EPS, RATE
 from embedding.options import available, without_fbgemm
 from embedding_step.cases import CASES, Case, Sizes, sizes_of
 from embedding_step.lookups import NUM_SETS
-from embedding_step.report import draw_steps, tables
+from embedding_step.report import draw, tables
 from embedding_step.tables import Memory, StepTables, layout_for, room_of
 from embedding_step.trial import StepTrial
 from harness.command import at_least, names, run_benchmark
@@ -279,13 +278,7 @@ class DlrmEmbedding(Experiment[Case]):
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
         """Draw the shares of the bound that each method reaches."""
-        draw_steps(lines, path)
+        draw(lines, path)
 
 
-def main(argv: list[str]) -> int:
-    """Run the benchmark; see `run_benchmark`."""
-    return run_benchmark(DlrmEmbedding, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+main = partial(run_benchmark, DlrmEmbedding)

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -327,10 +326,4 @@ def _draw_schedules(axes: Any, groups: Mapping[tuple[str, str, int], dict[str, _
     legend(axes)
 
 
-def main(argv: list[str]) -> int:
-    """Run the benchmark; see `run_benchmark`."""
-    return run_benchmark(EmbeddingAllToAll, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+main = functools.partial(run_benchmark, EmbeddingAllToAll)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from embedding.backward_check import Reference, digest
 from embedding.backward_configs import CONFIGS, OPTIMIZERS, Case, Moved, backward_moves, forward_moves
 from embedding.backward_inputs import Touched, Training, count_touched, draw_gradient
 from embedding.backward_methods import OPERATOR, OurBackward
-from embedding.backward_report import draw_shares, tables
+from embedding.backward_report import draw, tables
 from embedding.configs import Config
 from embedding.inputs import DISTRIBUTIONS, LookupSet, draw_lookups, num_sets
 from embedding.options import (
@@ -446,13 +445,7 @@ class EmbeddingBackward(Experiment[Case]):
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
         """Draw the shares of the bound that each method reaches."""
-        draw_shares(lines, path)
+        draw(lines, path)
 
 
-def main(argv: list[str]) -> int:
-    """Run the benchmark; see `run_benchmark`."""
-    return run_benchmark(EmbeddingBackward, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+main = functools.partial(run_benchmark, EmbeddingBackward)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,8 +226,6 @@ class GemvAllReduce(Experiment[str]):
         worlds = sorted(pes for pes in unique(times, "pes") if pes > 1)
         panels = ["fused"] * bool(worlds) + ["worlds"] * (len(worlds) > 1)
         panels += ["alone"] * any(line["pes"] == 1 for line in times)
-        if not panels:
-            return
         size = (1.5 * max(6, len(unique(times, "shape_name"))), 4.2 * len(panels))
         with figure(lines, path, size=size, rows=len(panels)) as (_, grid):
             for axes, kind in zip(grid, panels, strict=True):
@@ -310,10 +307,4 @@ def _draw_worlds(axes: Any, lines: Sequence[_Line], worlds: Sequence[int]) -> No
     legend(axes)
 
 
-def main(argv: list[str]) -> int:
-    """Run the benchmark; see `run_benchmark`."""
-    return run_benchmark(GemvAllReduce, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+main = functools.partial(run_benchmark, GemvAllReduce)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,10 +172,7 @@ class RowParallelLinear(Experiment[Shape]):
     @classmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
         """Draw the times over the number of vectors, a panel for each layer, for the largest world."""
-        times = select(lines, "time")
-        if not times:
-            return
-        times = [line for line in times if line["pes"] == max(line["pes"] for line in times)]
+        times = select(lines, "time", pes=max(unique(select(lines, "time"), "pes")))
         layers = unique([{"layer": line["shape"].partition("_")[0]} for line in times], "layer")
         with figure(lines, path, size=(4 * len(layers), 4), columns=len(layers)) as (_, panels):
             for axes, layer in zip(panels, layers, strict=True):
@@ -204,10 +200,4 @@ def _whole(option: str, text: str) -> int:
     return int(text)
 
 
-def main(argv: list[str]) -> int:
-    """Run the benchmark; see `run_benchmark`."""
-    return run_benchmark(RowParallelLinear, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+main = functools.partial(run_benchmark, RowParallelLinear)

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,10 +404,4 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.3g} GB"
 
 
-def main(argv: list[str]) -> int:
-    """Run the benchmark; see `run_benchmark`."""
-    return run_benchmark(SparseAllReduce, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+main = functools.partial(run_benchmark, SparseAllReduce)

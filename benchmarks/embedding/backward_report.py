@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.figures import draw_bars, figure, legend
-from harness.report import SPEEDUP, case_table, fastest, times_as_long
+from harness.figures import draw_shares
+from harness.report import BOUND_COLUMNS, bound_cells, case_table, right_times
 
 from persistent_ops.testing.record import select, unique, us_text
 
-__all__ = ["draw_shares", "tables"]
+__all__ = ["draw", "tables"]
 
 _Line = dict[str, Any]
 _CASE = ("config", "optimizer", "distribution")
@@ -26,7 +26,7 @@ def tables(lines: Sequence[_Line], baselines: Mapping[str, Sequence[str]]) -> It
         baselines: by method of the operator, what it is compared with.
     """
     for pes in unique(select(lines, "time"), "pes"):
-        groups = _groups(lines, pes)
+        groups = right_times(lines, pes, _CASE)
         yield _time_table(groups, baselines, pes)
         blocks = [(_heads(case), [cells]) for case, rows in groups.items() if (cells := _parts(rows))]
         if blocks:
@@ -47,21 +47,6 @@ def tables(lines: Sequence[_Line], baselines: Mapping[str, Sequence[str]]) -> It
             )
 
 
-def _groups(lines: Sequence[_Line], pes: int) -> dict[tuple[str, ...], dict[str, _Line]]:
-    """Return the "time" lines of a world by case, then by method, without those that a check has found wrong."""
-    failed = {
-        (*[check[field] for field in _CASE], failure.split(", ")[1])  # "PE 0, method, what is wrong"
-        for check in select(lines, "check", pes=pes)
-        for failure in check["failures"]
-    }
-    groups: dict[tuple[str, ...], dict[str, _Line]] = {}
-    for line in select(lines, "time", pes=pes):
-        case = tuple(line[field] for field in _CASE)
-        if (*case, line["method"]) not in failed:
-            groups.setdefault(case, {})[line["method"]] = line
-    return groups
-
-
 def _heads(case: Sequence[str]) -> list[str]:
     return [case[0], ", ".join(case[1:])]
 
@@ -73,35 +58,13 @@ def _time_table(
     for case, rows in groups.items():
         line = next(iter(rows.values()))
         heads = [*_heads(case), f"{line['unique_rows'] / line['lookups']:.2f} of lookups are rows"]
-        cells = [
-            [
-                row["label"],
-                us_text(row["us"]),
-                us_text(row["us_p95"]),
-                _megabytes(row["memory_bytes"]),
-                _megabytes(row["sent_bytes"]),
-                *_share(row),
-                times_as_long(fastest(rows.values(), baselines.get(row["method"], ())), row),
-            ]
-            for row in rows.values()
-        ]
-        blocks.append((heads, cells))
+        blocks.append((heads, bound_cells(rows, baselines)))
     return case_table(
         f"{pes} PEs: time per call, least bytes of HBM and NVLink per PE, and the bound at this run's ceilings",
         ("config, optimizer, indices", "method"),
-        ("us", "p95", "MB\nHBM", "MB\nsent", "bound", "share", SPEEDUP),
+        BOUND_COLUMNS,
         blocks,
     )
-
-
-def _share(row: _Line) -> list[str]:
-    if "limit_us" not in row:
-        return ["-", "-"]
-    return [f"{us_text(row['limit_us'])} {row['limit_by']}", f"{row['limit_us'] / row['us']:.0%}"]
-
-
-def _megabytes(count: float | None) -> str:
-    return f"{count / 1e6:.3g}" if count else "-"
 
 
 def _parts(rows: Mapping[str, _Line]) -> list[str]:
@@ -117,19 +80,10 @@ def _parts(rows: Mapping[str, _Line]) -> list[str]:
     return [*cells, f"{min(max(1 - longer / sending, 0.0), 1.0):.0%}"]
 
 
-def draw_shares(lines: Sequence[_Line], path: Path) -> None:
+def draw(lines: Sequence[_Line], path: Path) -> None:
     """Draw bound / time of every method, case by case, for the largest world."""
-    times = select(lines, "time")
-    if not times:
-        return
-    groups = _groups(lines, max(unique(times, "pes")))
-    series: dict[str, dict[int, float]] = {}
-    for place, rows in enumerate(groups.values()):
-        for row in rows.values():
-            if "limit_us" in row and row["method"] not in _PARTS[1:]:
-                series.setdefault(row["label"], {})[place] = row["limit_us"] / row["us"]
-    with figure(lines, path, size=(max(9.0, 2.2 * len(groups)), 5.0)) as (_, (axes,)):
-        draw_bars(axes, ["\n".join(case) for case in groups], series)
-        axes.set_ylabel("bound / time")
-        axes.set_title("Backward passes, and steps, as shares of what the hardware allows")
-        legend(axes)
+    groups = {
+        case: {name: row for name, row in rows.items() if name not in _PARTS[1:]}
+        for case, rows in right_times(lines, max(unique(select(lines, "time"), "pes")), _CASE).items()
+    }
+    draw_shares(lines, path, groups, "Backward passes, and steps, as shares of what the hardware allows")

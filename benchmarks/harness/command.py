@@ -19,7 +19,7 @@ from rich.console import Console
 from persistent_ops.runtime.errors import PersistentOpsError
 from persistent_ops.testing.figures import pyplot, why_none
 from persistent_ops.testing.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes, without_multicast
-from persistent_ops.testing.record import read_lines
+from persistent_ops.testing.record import read_lines, select
 
 from .experiment import Experiment, measure
 from .figures import draw_sweep
@@ -135,7 +135,8 @@ def _show(
         for part in timeline_tables(lines):
             console.print(part, soft_wrap=isinstance(part, str))
     else:
-        _draw(experiment.draw, lines, figure)
+        if select(lines, "time"):
+            _draw(experiment.draw, lines, figure)
         print_report(experiment, lines, console)
 
 

@@ -198,7 +198,7 @@ class Experiment(ABC, Generic[_Case]):
     @classmethod
     @abstractmethod
     def draw(cls, lines: Sequence[dict[str, Any]], path: Path) -> None:
-        """Draw a record, where it has times; `path`: of the (first) figure."""
+        """Draw a record that has times; `path`: of the (first) figure."""
 
     # ---- of all ------------------------------------------------------------------------------------------------------
 

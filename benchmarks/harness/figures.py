@@ -10,7 +10,7 @@ from typing import Any
 from persistent_ops.testing.figures import pyplot
 from persistent_ops.testing.record import pes_text, select
 
-__all__ = ["draw_bars", "draw_sweep", "figure", "legend"]
+__all__ = ["draw_bars", "draw_shares", "draw_sweep", "figure", "legend"]
 
 
 @contextmanager
@@ -45,6 +45,22 @@ def draw_sweep(lines: Sequence[dict[str, Any]], path: Path, *, field: str) -> No
         axes.set(xlabel=field, ylabel="us", xscale="log", ylim=(0, None))
         if series:
             axes.legend(fontsize=7)
+
+
+def draw_shares(
+    lines: Sequence[dict[str, Any]], path: Path, groups: Mapping[tuple[str, ...], Mapping[str, Any]], title: str
+) -> None:
+    """Draw limit / time of the methods that have a limit; `groups`: "time" lines by case, then by method."""
+    series: dict[str, dict[int, float]] = {}
+    for place, rows in enumerate(groups.values()):
+        for row in rows.values():
+            if "limit_us" in row:
+                series.setdefault(row["label"], {})[place] = row["limit_us"] / row["us"]
+    with figure(lines, path, size=(max(9.0, 2.2 * len(groups)), 5.0)) as (_, (axes,)):
+        draw_bars(axes, ["\n".join(case) for case in groups], series)
+        axes.set_ylabel("bound / time")
+        axes.set_title(title)
+        legend(axes)
 
 
 def draw_bars(

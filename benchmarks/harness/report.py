@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,9 +14,21 @@ from persistent_ops.testing.record import pes_text, select, unique, us_text
 if TYPE_CHECKING:
     from .experiment import Experiment
 
-__all__ = ["SPEEDUP", "case_table", "fastest", "method_tables", "print_report", "print_tunings", "times_as_long"]
+__all__ = [
+    "BOUND_COLUMNS",
+    "SPEEDUP",
+    "bound_cells",
+    "case_table",
+    "fastest",
+    "method_tables",
+    "print_report",
+    "print_tunings",
+    "right_times",
+    "times_as_long",
+]
 
 SPEEDUP = "speedup\nover best\nbaseline"  # header of what `times_as_long` returns: more is better
+BOUND_COLUMNS = ("us", "p95", "MB\nHBM", "MB\nsent", "bound", "share", SPEEDUP)
 _Line = dict[str, Any]
 _NAMING = ("kind", "pes", "shape", "tuning", "us", "problem", "h200_limit_us", "seconds_by_pe_and_round")
 _BEST = 12  # combinations of a Tuning that are shown
@@ -111,6 +123,41 @@ def method_tables(
             rows = select(lines, "time", pes=pes, **{case_field: case})
             blocks.append(([case], [cells(row, rows) for row in rows]))
         yield case_table(f"{pes_text(pes)}, {note}", (header, "method"), ("us", "p95", "limit", SPEEDUP), blocks)
+
+
+def right_times(lines: Sequence[_Line], pes: int, fields: Sequence[str]) -> dict[tuple[str, ...], dict[str, _Line]]:
+    """Return the "time" lines of a world by case, then by method, without those that a check has found wrong.
+
+    Args:
+        lines: of the record.
+        pes: the world's.
+        fields: of a line, that name its case.
+    """
+    failed = {
+        (*[check[field] for field in fields], failure.split(", ")[1])  # "PE 0, method, what is wrong"
+        for check in select(lines, "check", pes=pes)
+        for failure in check["failures"]
+    }
+    groups: dict[tuple[str, ...], dict[str, _Line]] = {}
+    for line in select(lines, "time", pes=pes):
+        case = tuple(line[field] for field in fields)
+        if (*case, line["method"]) not in failed:
+            groups.setdefault(case, {})[line["method"]] = line
+    return groups
+
+
+def bound_cells(rows: Mapping[str, _Line], baselines: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Return a case's rows below BOUND_COLUMNS, labels first; `baselines`: by method, what it is compared with."""
+
+    def cells(row: _Line) -> list[str]:
+        moved = [f"{row[name] / 1e6:.3g}" if row[name] else "-" for name in ("memory_bytes", "sent_bytes")]
+        bound = ["-", "-"]
+        if "limit_us" in row:
+            bound = [f"{us_text(row['limit_us'])} {row['limit_by']}", f"{row['limit_us'] / row['us']:.0%}"]
+        best = fastest(rows.values(), baselines.get(row["method"], ()))
+        return [row["label"], us_text(row["us"]), us_text(row["us_p95"]), *moved, *bound, times_as_long(best, row)]
+
+    return [cells(row) for row in rows.values()]
 
 
 def fastest(rows: Iterable[_Line], methods: Iterable[str]) -> _Line | None:

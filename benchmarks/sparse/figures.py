@@ -13,7 +13,7 @@ from persistent_ops.testing.record import pes_text, select, unique, us_text
 
 from .cases import CASES
 from .methods import BASELINES, METHODS
-from .report import crossover, swept_lines
+from .report import crossover, measured_with_both, swept_lines
 
 __all__ = ["draw_figures"]
 
@@ -65,12 +65,7 @@ def _draw_sparsity(axes: Any, lines: Sequence[_Line], pes: int) -> None:
     axes.set_xticks(places, [f"{round(100 - 100 * place, 2):g} %" for place in places], fontsize=8)
     axes.minorticks_off()
     axes.set_xlabel("sparsity of each PE's gradient")
-    both = [(case["shape"]["point"], times) for case, times in points if {"auto", "dense_reduce"} <= times.keys()]
-    found = crossover(
-        [place for place, _ in both],
-        [times["auto"]["us"] for _, times in both],
-        [times["dense_reduce"]["us"] for _, times in both],
-    )
+    found = crossover(*measured_with_both(points, "auto", "dense_reduce"))
     if found is not None:
         axes.axvline(found, color="grey", linewidth=1)
         axes.annotate(

@@ -14,7 +14,7 @@ from persistent_ops.testing.record import pes_text, select, unique, us_text
 from .cases import CASES, SWEEPS
 from .methods import BASELINES, OURS
 
-__all__ = ["crossover", "swept_lines", "tables"]
+__all__ = ["crossover", "measured_with_both", "swept_lines", "tables"]
 
 _Line = dict[str, Any]
 _AXES = {"sparsity": "sparse", "overlap": "shared"}
@@ -144,17 +144,21 @@ def _sweep_table(lines: Sequence[_Line], sweep: str, pes: int) -> Iterator[Any]:
 
 
 def _crossover_text(points: Sequence[tuple[_Line, dict[str, _Line]]], ours: str, dense: str) -> str:
-    both = [(case["shape"]["point"], times) for case, times in points if ours in times and dense in times]
-    if not both:
+    measured = measured_with_both(points, ours, dense)
+    if not (densities := measured[0]):
         return f"{ours} and {dense}: no crossover, for they were not both measured"
-    found = crossover(
-        [density for density, _ in both],
-        [times[ours]["us"] for _, times in both],
-        [times[dense]["us"] for _, times in both],
-    )
+    found = crossover(*measured)
     if found is None:
-        return f"{dense}: slower than {ours} down to {1 - both[-1][0]:.2%} sparsity"
+        return f"{dense}: slower than {ours} down to {1 - densities[-1]:.2%} sparsity"
     return f"{dense}: faster than {ours} below {1 - found:.2%} sparsity"
+
+
+def measured_with_both(
+    points: Sequence[tuple[_Line, dict[str, _Line]]], ours: str, dense: str
+) -> tuple[list[float], list[float], list[float]]:
+    """Return the places of a sweep where both methods have times, and these; see `crossover`."""
+    both = [(case["shape"]["point"], times) for case, times in points if ours in times and dense in times]
+    return [place for place, _ in both], [each[ours]["us"] for _, each in both], [each[dense]["us"] for _, each in both]
 
 
 def crossover(places: Sequence[float], times: Sequence[float], others: Sequence[float]) -> float | None:

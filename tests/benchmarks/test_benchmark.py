@@ -27,12 +27,6 @@ run, lines_of = (
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*QUICK, "--pes", "2", "--zipf", "also", "--out", str(tmp_path)) == 0
-    (start,) = lines_of(tmp_path, "run")
-    assert start["pes"] == 2
-    assert start["backend"] == "host"
-    assert start["torch"] == torch.__version__
-    assert "bench embedding_all_to_all --quick" in start["command"]
-    assert start["date"]
     (ceilings,) = lines_of(tmp_path, "ceilings")
     assert ceilings["read"] > 0
     assert ceilings["store"] > 0
@@ -43,11 +37,6 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
         (distribution, method) for distribution in ("uniform", "zipf") for method in methods
     ]
     for line in times:
-        rounds = line["seconds_by_pe_and_round"]
-        assert [len(each) for each in rounds] == [3, 3]
-        medians = [sorted(each)[1] for each in rounds]
-        assert line["us"] == pytest.approx(max(medians) * 1e6)
-        assert line["us_p95"] == pytest.approx(max(max(each) for each in rounds) * 1e6)
         shape = line["shape"]
         pooled = shape["batch"] * shape["tables"] * shape["dim"] * 4
         assert line["sent_bytes"] == (0 if line["method"].startswith("pooling") else pooled / 2)
@@ -180,27 +169,6 @@ def test_a_grid_is_swept_as_a_product_or_a_star() -> None:
     assert star == [(none, 0.0, none), (256, 0.0, none), (192, 0.0, none), (none, 0.5, none), (none, 0.0, 3)]
 
 
-@pytest.mark.parametrize("distribution", ["uniform", "zipf"])
-def test_both_orders_of_the_lookups_are_the_same_bags(distribution: str) -> None:
-    configs: Any = importlib.import_module("embedding.configs")
-    inputs: Any = importlib.import_module("embedding.inputs")
-    config = configs.Config("small", batch=6, tables=3, pooling=4, dim=8, rows=1000)
-    device = torch.device("cpu")
-    drawn = inputs.draw_lookups(config, distribution, seed=5, device=device)
-    again = inputs.draw_lookups(config, distribution, seed=5, device=device)
-    other = inputs.draw_lookups(config, distribution, seed=6, device=device)
-    assert torch.equal(drawn.indices, again.indices)
-    assert not torch.equal(drawn.indices, other.indices)
-    assert int(drawn.indices.min()) >= 0
-    assert int(drawn.indices.max()) < 1000
-    for table in range(3):
-        for sample in range(6):
-            bag = drawn.offsets[table * 6 + sample]
-            joint = drawn.offsets[sample * 3 + table]
-            own = drawn.indices[bag : bag + 4] + table * 1000
-            assert torch.equal(own, drawn.joint_indices[joint : joint + 4])
-
-
 def test_zipf_ranks_have_their_frequencies() -> None:
     configs: Any = importlib.import_module("embedding.configs")
     inputs: Any = importlib.import_module("embedding.inputs")
@@ -214,17 +182,6 @@ def test_zipf_ranks_have_their_frequencies() -> None:
             assert float(counts[rank]) == pytest.approx(float(expected[rank]), rel=0.15), f"table {table}"
     hottest = [int(indices.bincount().argmax()) for indices in drawn.indices.view(2, -1)]
     assert hottest[0] != hottest[1]
-
-
-def test_the_limit_is_the_larger_of_both_times() -> None:
-    ceilings: Any = importlib.import_module("harness.ceilings")
-    found = ceilings.Ceilings(read=4e12, store=4e11)
-    assert found.limit_seconds(read_bytes=8e9, sent_bytes=1e8) == (pytest.approx(2e-3), "HBM")
-    assert found.limit_seconds(read_bytes=8e9, sent_bytes=4e9) == (pytest.approx(1e-2), "NVLink")
-    updating = ceilings.Ceilings(read=4e12, store=4e11, update=2e12)
-    found = updating.limit_seconds(read_bytes=4e9, updated_bytes=4e9, sent_bytes=1e8)
-    assert found == (pytest.approx(3e-3), "HBM")
-    assert ceilings.Ceilings(read=4e12, store=None).limit_seconds(read_bytes=4e9, sent_bytes=0.0)[1] == "HBM"
 
 
 @pytest.mark.parametrize("wrong", [0, 1])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmark_runs import lines_of, run as run_benchmark
 
 import persistent_ops as po
@@ -115,10 +116,14 @@ def test_the_flow_is_the_harness_s(run: Any, tmp_path: Path, capsys: pytest.Capt
     runs = [line for line in lines if line["kind"] == "run"]
     assert [line["pes"] for line in runs] == [2, 1]
     assert all("commit" in line and line["command"].startswith("persistent-ops bench toy") for line in runs)
+    assert all(line["backend"] == "host" and line["torch"] == torch.__version__ and line["date"] for line in runs)
     ceilings = {line["pes"]: line for line in lines if line["kind"] == "ceilings"}
     for line in lines:
         if line["kind"] == "time":
-            assert [len(each) for each in line["seconds_by_pe_and_round"]] == [3] * line["pes"]
+            rounds = line["seconds_by_pe_and_round"]
+            assert [len(each) for each in rounds] == [3] * line["pes"]
+            assert line["us"] == pytest.approx(max(sorted(each)[1] for each in rounds) * 1e6)
+            assert line["us_p95"] == pytest.approx(max(max(each) for each in rounds) * 1e6)
             numbers = int(line["case"].split()[0])
             assert line["limit_us"] == pytest.approx(4 * numbers / ceilings[line["pes"]]["read"] * 1e6)
         if line["kind"] == "check":
@@ -342,7 +347,6 @@ _WRONG = {
         "--limit nan": "--limit: expected seconds above 0 and below infinity, got nan",
     },
     "embedding_backward": {
-        "--configs B1_T1": "there is no B1_T1",
         "--optimizers adam": "there is no adam",
         "--pes 7": "which 7 does not divide",
     },

@@ -33,8 +33,6 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     assert run("--shapes", shapes, "--replays", "7", "--out", str(tmp_path)) == 0
     runs = lines_of(tmp_path, "run")
     assert [line["pes"] for line in runs] == [2, 1]
-    assert all(line["backend"] == "host" and line["torch"] == torch.__version__ and line["date"] for line in runs)
-    assert "bench gemv_all_reduce --quick" in runs[0]["command"]
     ceilings = {line["pes"]: line for line in lines_of(tmp_path, "ceilings")}
 
     times = lines_of(tmp_path, "time")
@@ -47,10 +45,6 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
         for method in methods
     ]
     for line in times:
-        rounds = line["seconds_by_pe_and_round"]
-        assert [len(each) for each in rounds] == [3] * line["pes"]
-        assert line["us"] == pytest.approx(max(sorted(each)[1] for each in rounds) * 1e6)
-        assert line["us_p95"] == pytest.approx(max(max(each) for each in rounds) * 1e6)
         shape = line["shape"]
         assert line["weight_bytes"] == shape["rows"] * shape["columns"] * 2
         assert line["limit_us"] == pytest.approx(line["weight_bytes"] / ceilings[line["pes"]]["read"] * 1e6)
@@ -161,60 +155,12 @@ def test_a_timeline_has_what_the_operator_is_in_a_world(tmp_path: Path, pes: int
     assert [line["method"] for line in lines_of(tmp_path, "tracing_cost", of="timeline")] == [method]
 
 
-def test_tuning_reports_what_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plans = module("gemv_all_reduce")
-    right = plans.GemvPlan
-
-    def refuse(world: Any, key: Any) -> Any:
-        if key.tuning.work_groups == 2:
-            raise ValueError("work_groups: not today")
-        return right(world, key)
-
-    monkeypatch.setattr(plans, "GemvPlan", refuse)
-    assert run(*QUICK, "--pes", "1", "--tune", "work_groups=1:2", "--out", str(tmp_path)) == 0
-    rows = lines_of(tmp_path, "tune", of="tuning")
-    assert [(row["method"], row["us"] is None) for row in rows] == [
-        ("gemv_alone", False),
-        ("gemv_alone", False),
-        ("gemv_alone", True),
-    ]
-    assert rows[2]["problem"] == "PE 0: ValueError: work_groups: not today"
-    assert "did not run: PE 0: ValueError: work_groups: not today" in capsys.readouterr().out
-
-
 def test_a_tuning_with_wrong_results_gives_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _spoil(monkeypatch, lambda x, options: True)
     assert run(*QUICK, "--pes", "1", "--tune", "work_groups=1", "--out", str(tmp_path)) == 1
     rows = lines_of(tmp_path, "tune", of="tuning")
     assert len(rows) == 2
     assert all("rounding explains" in row["problem"] for row in rows)
-
-
-def test_copies_of_a_weight_do_not_fit_the_cache() -> None:
-    shapes = module("gemv.shapes").SHAPES
-    for shape in shapes.values():
-        assert shape.copies >= 3
-        assert shape.copies * shape.weight_bytes > 200e6
-        assert shape.for_host().weight_bytes < 1e6
-
-
-def test_the_bound_of_the_reference_is_about_half_a_unit() -> None:
-    """A result rounded from fp64 stays below half of it where sums are short; the next bf16 value does not pass."""
-    check, shapes, methods = module("gemv.check"), module("gemv.shapes"), module("gemv.methods")
-    world = SimpleNamespace(size=1, rank=0, backend=SimpleNamespace(name="host", device=torch.device("cpu")))
-    shape = shapes.Shape(rows=64, columns=48, vectors=2)
-    storage = torch.empty(shape.copies * 64 * 48, dtype=torch.bfloat16).uniform_(-1, 1)
-    one = methods.Methods(world, shape, storage, None, seed=3)
-    found = check.reference(world, one, 1)
-    exact = one.x.double() @ one.weights[1].double().T
-    assert torch.equal(found.value, exact)
-    rounded = exact.to(torch.bfloat16)
-    assert bool(((rounded.double() - exact).abs() <= found.bound).all())
-    far = (rounded.view(torch.int16) + 2).view(torch.bfloat16)
-    large = exact.abs() > 1  # beside the bound of the fp32 sums, two units are much only there
-    assert bool(((far.double() - exact).abs() > found.bound)[large].all())
 
 
 def test_the_fastest_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,10 +219,3 @@ def test_replays_are_timed_one_by_one_and_the_subjects_take_turns() -> None:
     expected = [name + str(i % 2) for name in "ab" for i in range(-1, 3)]  # the first of a batch is not timed
     assert batches[2:] == ["".join(expected[:4]), "".join(expected[4:])]
     assert batches[0].startswith("a1a0a1") and batches[1].startswith("b1b0b1")
-
-
-def test_quantiles() -> None:
-    quantile = module("harness.timing").quantile
-    values = list(range(100, -1, -1))
-    assert [quantile(values, share) for share in (0.0, 0.5, 0.99, 1.0)] == [0, 50, 99, 100]
-    assert quantile([5.0], 0.99) == 5.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,10 +38,6 @@ run, lines_of = (functools.partial(each, "sparse_all_reduce") for each in (bench
 
 def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--rounds", "3", "--replays", "7", "--cases", CASE, "--out", str(tmp_path)) == 0
-    (described,) = lines_of(tmp_path, "run")
-    assert described["pes"] == 2 and described["backend"] == "host" and described["date"]
-    assert described["torch"] == torch.__version__
-    assert "bench sparse_all_reduce --quick --backend host" in described["command"]
     (ceilings,) = lines_of(tmp_path, "ceilings")
     sparse = [0.0001, 0.001, 0.01, 0.1]
     shared = [1.0, 0.5, 0.0]  # the smallest union first
@@ -106,7 +101,6 @@ def _check_case(line: dict[str, Any], bytes_per_second: float) -> None:
 def _check_time(line: dict[str, Any], union_rows: int) -> None:
     rounds, shape, method = line["seconds_by_pe_and_round"], line["shape"], line["method"]
     assert len(rounds) == 2 and len(rounds[0]) in (2, 3)  # 2: a slow method
-    assert line["us"] == pytest.approx(max(statistics.median(each) for each in rounds) * 1e6)
     assert line["calls_per_replay"] == (1 if method in ("dense_reduce", "gloo") else 2)
     rows = shape["rows"] if "dense" in method else union_rows if "union" in method else shape["rows_per_rank"]
     assert line["sent_value_bytes"] / (shape["dim"] * 4) == rows
@@ -206,16 +200,6 @@ def test_limits_of_small_examples() -> None:
     assert [each.unicast for each in traffic] == pytest.approx([11 / 3] * 3)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
-def test_limits_of_disjoint_and_identical_rows(world_size: int) -> None:
-    disjoint = _traffic([{10 * pe + row for row in range(10)} for pe in range(world_size)], 0)
-    assert disjoint.lacked == disjoint.unicast == 10 * (world_size - 1)  # an all-gather
-    identical = _traffic([set(range(10))] * world_size, 0)
-    assert identical.lacked == 10
-    assert identical.unicast == pytest.approx(10 * 2 * (world_size - 1) / world_size)  # an all-reduce
-    assert _traffic([set(range(10))], 0).lacked == _traffic([set(range(10))], 0).unicast == 0
-
-
 def test_sent_rows() -> None:
     sent = module("sparse.limits").sent_rows
     sizes = {"rows": 1000, "rows_per_rank": 10, "union": 30.0, "unicast": 26.0, "world_size": 4}
@@ -225,25 +209,6 @@ def test_sent_rows() -> None:
         "union": 45.0,
         "dense": 1500.0,
     }
-
-
-def test_extra_room() -> None:
-    room = module("sparse.limits").extra_room
-    sizes = {"rows": 1600, "union": 32, "row_bytes": 56, "world_size": 2}
-    assert room("owner", **sizes) == room("auto", **sizes) == room("", **sizes) == 0
-    assert room("allgather", **sizes) == 4096  # 2 x 34 x 56 = 3808, rounded up
-    assert room("dense", **sizes) == 1700 * 64
-
-
-def test_crossover_is_told_in_words() -> None:
-    tell = module("sparse.report")._crossover_text
-    points = [
-        ({"shape": {"point": density}}, {"auto": {"us": us}, "dense_reduce": {"us": 10.0}})
-        for density, us in ((0.01, 1.0), (0.1, 10.0), (0.5, 50.0))
-    ]
-    assert tell(points, "auto", "dense_reduce") == "dense_reduce: faster than auto below 90.00% sparsity"
-    assert tell(points[:2], "auto", "dense_reduce") == "dense_reduce: slower than auto down to 90.00% sparsity"
-    assert tell(points, "auto", "dense") == "auto and dense: no crossover, for they were not both measured"
 
 
 def test_crossover() -> None:
@@ -302,12 +267,6 @@ def test_zipf_rows_overlap_as_intended() -> None:
     assert _union(_rows(uniform, 8)) > 2 * _union(rows)
 
 
-@pytest.mark.slow
-def test_the_large_zipf_case_has_the_intended_union() -> None:
-    case = module("sparse.cases").CASES["5Mx2048_50k_zipf"]
-    assert _union(_rows(case, 8)) == pytest.approx(220_000, rel=0.02)
-
-
 def test_sums_of_the_inputs_depend_on_their_order() -> None:
     """Else no check could tell the operator's order of additions from another one."""
     inputs, case = module("sparse.inputs"), module("sparse.cases").CASES["5Mx2048_50k_identical"].for_host()
@@ -315,24 +274,6 @@ def test_sums_of_the_inputs_depend_on_their_order() -> None:
     a, b, c = (inputs.draw_set(case, rank=pe, world_size=3, number=0, device=device).values for pe in range(3))
     assert not torch.equal((a + b) + c, (b + c) + a)
     assert max(float(part.abs().max()) for part in (a, b, c)) < 1
-
-
-def test_sweeps_cover_the_range() -> None:
-    cases = module("sparse.cases")
-    for quick in (True, False):
-        points = [case.rows_per_rank / case.rows for case in cases.swept("sparsity", quick=quick)]
-        assert 0.1 in points and 0.0001 in points
-        shares = [case.shared for case in cases.swept("overlap", quick=quick)]
-        assert shares[0] == 0 and shares[-1] == 1
-    assert all(len({case.name for case in cases.swept(sweep, quick=False)}) > 6 for sweep in cases.SWEEPS)
-
-
-def test_inputs_take_turns_past_the_cache() -> None:
-    cases = module("sparse.cases")
-    for case in cases.CASES.values():
-        number = cases.num_sets(case, "cuda")
-        assert number >= 2
-        assert number == 8 or number * 2 * case.input_bytes >= 4 * (60 << 20)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -221,11 +221,6 @@ def test_run_on_a_file_with_a_short_last_batch(tmp_path: Path) -> None:
     assert "3 steps" in text  # 24 + 24 + 1 samples: the last batch has fewer samples than there are PEs
 
 
-def test_pes_that_are_left_without_a_table() -> None:
-    placed = placement.place_tables(placement.lookup_costs(dlrm_batch.DLRM_POOLING, 8, 4), 30)
-    assert sum(not tables for tables in placed) == 4
-
-
 def test_a_malformed_file_fails_before_any_pe_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import persistent_ops as po
 

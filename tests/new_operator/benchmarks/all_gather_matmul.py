@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -108,7 +107,3 @@ class AllGatherMatmul(Experiment[str]):
 def main(argv: list[str]) -> int:
     """Run the benchmark; see `run_benchmark`."""
     return run_benchmark(AllGatherMatmul, argv)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
