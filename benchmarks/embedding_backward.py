@@ -18,7 +18,7 @@ import harness.experiment
 import torch
 from embedding.backward_baselines import Exchange, Fbgemm, TorchUpdate
 from embedding.backward_check import Reference, digest
-from embedding.backward_configs import CONFIGS, OPTIMIZERS, Case, Moved, backward_moves, forward_moves
+from embedding.backward_configs import CONFIGS, OPTIMIZERS, Case, backward_moves, forward_moves, limit
 from embedding.backward_inputs import Touched, Training, count_touched, draw_gradient
 from embedding.backward_methods import OPERATOR, OurBackward
 from embedding.backward_report import draw, tables
@@ -317,17 +317,10 @@ class Backward(Trial):
         found["sent_bytes"] = sum(part.sent for part in parts)
         found["memory_bytes"] = sum(part.read + part.updated for part in parts)
         for prefix, ceilings in (("", self._ceilings), ("h200_", H200)):
-            limits = [_limit(ceilings, part) for part in parts]
-            found[f"{prefix}limit_us"] = sum(us for us, _ in limits)
-            found[f"{prefix}limit_by"] = "+".join(dict.fromkeys(by for _, by in limits))
+            found[f"{prefix}limit_us"], found[f"{prefix}limit_by"] = limit(ceilings, parts)
         if self._ceilings.store:
             found["sending_us"] = backward.sent / self._ceilings.store * 1e6
         return found
-
-
-def _limit(ceilings: Ceilings, moved: Moved) -> tuple[float, str]:
-    seconds, by = ceilings.limit_seconds(read_bytes=moved.read, updated_bytes=moved.updated, sent_bytes=moved.sent)
-    return seconds * 1e6, by
 
 
 class EmbeddingBackward(Experiment[Case]):

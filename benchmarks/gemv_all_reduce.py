@@ -52,10 +52,6 @@ class Options(harness.experiment.Options):
         shapes = {name: shape_named(name) for name in self.shapes}
         return shapes if backend == "cuda" else {name: shape.for_host() for name, shape in shapes.items()}
 
-    def replays_on(self, backend: str) -> int:
-        """Return how many replays are timed one by one."""
-        return self.replays if self.replays is not None else {"cuda": 10_000, "host": 50}[backend]
-
 
 class Products(Trial):
     """One shape: the methods, each with every copy of the weight in turn."""
@@ -206,7 +202,7 @@ class GemvAllReduce(Experiment[str]):
         baselines = UNFUSED if self.world.size > 1 else ("cublas_alone",)
         names = [name for name in ("fused", "gemv_alone") if name in us]
         names += sorted((name for name in us if name in baselines), key=lambda name: us[name])[:1]
-        replays = self.options.replays_on(self.backend)
+        replays = {"cuda": 10_000, "host": 50}[self.backend] if self.options.replays is None else self.options.replays
         if replays and names:
             self.write_spread(trial, names, replays)
 

@@ -42,7 +42,6 @@ class Exchange:
         self._shape = (config.batch // world.size, world.size, width)  # samples, PEs, columns
         options: dict[str, Any] = {"dtype": config.wire_dtype, "device": device}
         self._ordered = torch.empty(world.size, self._shape[0], width, **options)
-        self._pooled = torch.empty_like(self._ordered)
         self._result = torch.empty(self._shape, **options)
         self.received = torch.empty(config.batch, width, **options)
 
@@ -54,8 +53,8 @@ class Exchange:
 
     def pooled(self, pooled: torch.Tensor) -> torch.Tensor:
         """Send pooled rows `[B, T * D]`; returns `[B / P, P * T * D]`."""
-        _all_to_all(self._pooled, pooled)
-        self._result.copy_(self._pooled.transpose(0, 1))
+        _all_to_all(self._ordered, pooled)
+        self._result.copy_(self._ordered.transpose(0, 1))
         return self._result.view(self._shape[0], -1)
 
 

@@ -6,11 +6,14 @@ is also what all PEs together bring for its own tables; P is the number of PEs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from harness.ceilings import Ceilings
 
 from .configs import Config
 
-__all__ = ["CONFIGS", "OPTIMIZERS", "Case", "Moved", "backward_moves", "forward_moves"]
+__all__ = ["CONFIGS", "OPTIMIZERS", "Case", "Moved", "backward_moves", "forward_moves", "limit"]
 
 OPTIMIZERS = ("rowwise_adagrad", "sgd", "adagrad")
 SECTOR_BYTES = 32  # the least that the memory of a GPU moves
@@ -57,6 +60,14 @@ class Moved:
     read: float
     updated: float
     sent: float
+
+
+def limit(ceilings: Ceilings, parts: Sequence[Moved]) -> tuple[float, str]:
+    """Return the least microseconds of parts that follow one another, and what bounds them."""
+    found = [
+        ceilings.limit_seconds(read_bytes=part.read, updated_bytes=part.updated, sent_bytes=part.sent) for part in parts
+    ]
+    return sum(seconds for seconds, _ in found) * 1e6, "+".join(dict.fromkeys(by for _, by in found))
 
 
 def backward_moves(config: Config, optimizer: str, world_size: int, *, rows: float, sectors: float) -> Moved:

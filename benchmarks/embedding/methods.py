@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 import persistent_ops as po
 from persistent_ops.ops.embedding.plan import (
@@ -22,6 +21,7 @@ from persistent_ops.runtime.plans import Plans
 from persistent_ops.runtime.team import Team
 from persistent_ops.runtime.world import World
 
+from .backward_baselines import Exchange
 from .configs import Config
 from .inputs import LookupSet
 
@@ -85,14 +85,10 @@ class Methods:
         self.out = out
         self._storage = storage
         self._weights = list(storage.split(config.rows))
-        width = config.tables * config.dim
-        share = config.batch // world.size
-        self._batch_per_rank = [share] * world.size
-        self._dim_per_rank = [width] * world.size
-        device, dtype = storage.device, config.wire_dtype
-        self._pooled = torch.empty(config.batch, width, dtype=dtype, device=device)
-        self._received = torch.empty(world.size, share, width, dtype=dtype, device=device)
-        self._reordered = torch.empty(share, world.size, width, dtype=dtype, device=device)
+        self._batch_per_rank = [config.batch // world.size] * world.size
+        self._dim_per_rank = [config.tables * config.dim] * world.size
+        self._exchange = Exchange(world, config, storage.device)
+        self._pooled = self._exchange.received  # which only gradients need
         self._world = world
         # The operator's kernel without its exchange: as a team of one it pools the whole batch, and waits for nobody.
         self._alone = plan_key(world, world.alone, config, self._weights, sets[0])
@@ -138,16 +134,7 @@ class Methods:
         return pooled.view(self.config.batch, -1).to(self.config.wire_dtype)
 
     def unfused_own(self, lookups: LookupSet) -> torch.Tensor:
-        return self._exchange(self.pooling_own(lookups))
+        return self._exchange.pooled(self.pooling_own(lookups))
 
     def unfused_torch(self, lookups: LookupSet) -> torch.Tensor:
-        return self._exchange(self.pooling_torch(lookups))
-
-    def _exchange(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Send each PE its samples, then put the senders' columns side by side."""
-        received, sent = self._received, pooled.view(self._received.shape)
-        if pooled.device.type == "cpu":  # gloo does not know every dtype
-            received, sent = received.view(torch.uint8), sent.view(torch.uint8)
-        dist.all_to_all_single(received, sent)
-        self._reordered.copy_(self._received.transpose(0, 1))
-        return self._reordered.view(self.out.shape)
+        return self._exchange.pooled(self.pooling_torch(lookups))

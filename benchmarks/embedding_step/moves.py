@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from embedding.backward_configs import SECTOR_BYTES, SECTOR_ROWS, Moved
-from harness.ceilings import Ceilings
 
 from persistent_ops.nn.table_layout import Slot
 from persistent_ops.runtime.world import World
@@ -21,7 +20,7 @@ from .cases import Case, Sizes
 from .lookups import Batch, values_of
 from .tables import StepTables
 
-__all__ = ["StepMoves", "limit", "step_moves"]
+__all__ = ["StepMoves", "step_moves"]
 
 _INDEX_BYTES, _SENT_INDEX_BYTES = 8, 4
 _FLOAT_BYTES = 4
@@ -40,15 +39,6 @@ class StepMoves:
     @property
     def phases(self) -> tuple[Moved, ...]:
         return self.exchange, self.forward, self.backward
-
-
-def limit(ceilings: Ceilings, moves: StepMoves) -> tuple[float, str]:
-    """Return the least microseconds of a step whose phases follow one another, and what bounds them."""
-    found = [
-        ceilings.limit_seconds(read_bytes=part.read, updated_bytes=part.updated, sent_bytes=part.sent)
-        for part in moves.phases
-    ]
-    return sum(seconds for seconds, _ in found) * 1e6, "+".join(dict.fromkeys(by for _, by in found))
 
 
 def step_moves(world: World, case: Case, sizes: Sizes, tables: StepTables, batches: Sequence[Batch]) -> StepMoves:
@@ -77,16 +67,14 @@ def step_moves(world: World, case: Case, sizes: Sizes, tables: StepTables, batch
     for batch in batches:
         of_pes = [values_of(sizes, batch, rank) for rank in range(size)]
         of_tables = [torch.cat(parts) for parts in zip(*of_pes, strict=True)]
-        for slot in spread:
+        for slot in (*spread, *copied):
             rows_bytes, rows_here = touched.bytes(slot, of_tables[slot.table], row_bytes)
             updated += rows_bytes
             rows += rows_here
-            lookups += of_tables[slot.table].numel()
-        for slot in copied:
-            rows_bytes, rows_here = touched.bytes(slot, of_tables[slot.table], row_bytes)
-            updated += rows_bytes
-            rows += rows_here
-            sums += rows_here * slot.width * _FLOAT_BYTES
+            if tables.layout.is_replicated(slot.table):
+                sums += rows_here * slot.width * _FLOAT_BYTES
+            else:
+                lookups += of_tables[slot.table].numel()
     count = len(batches)
     rows, lookups, updated, sums = rows / count, lookups / count, updated / count, sums / count
     read_once = sum(touched.read[slot.table, slot.slice] for slot in (*spread, *copied)) / count

@@ -7,7 +7,7 @@ so that any row of any placement can be told without the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -228,9 +228,6 @@ def _mixed(words: torch.Tensor) -> torch.Tensor:
 def _fill(out: torch.Tensor, first: Any) -> None:
     """Write what `first` gives for rows, `[R, D]`, some rows at a time."""
     at_once = max(1, _DRAWN_AT_ONCE // out.shape[1])
-    for begin, part in zip(range(0, len(out), at_once), _chunks(out, at_once), strict=True):
+    for begin in range(0, len(out), at_once):
+        part = out[begin : begin + at_once]
         part.copy_(first(torch.arange(begin, begin + len(part), device=out.device)))
-
-
-def _chunks(out: torch.Tensor, at_once: int) -> Iterable[torch.Tensor]:
-    return out.split(at_once) if len(out) else ()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from embedding.backward_configs import limit
 from harness.ceilings import H200, Ceilings
 from harness.check import bits_differ
 from harness.timing import Subject, on_stream, plain, record
@@ -20,7 +21,7 @@ from .cases import Case, Sizes
 from .check import StepReference
 from .lookups import NUM_SETS, draw_batch, draw_step_gradient
 from .methods import PHASES, BaselineStep, Clock, OurStep, Step
-from .moves import limit, step_moves
+from .moves import step_moves
 from .tables import StepTables
 
 __all__ = ["StepTrial"]
@@ -71,7 +72,7 @@ class StepTrial(Trial):
         self._baselines = {name: BaselineStep(each, self._batches, gradient) for name, each in baselines.items()}
         self._reference = StepReference(world, case, sizes, tables, self._batches)
         moves = step_moves(world, case, sizes, tables, self._batches)
-        limits = gather(limit(ceilings, moves)[0])
+        limits = gather(limit(ceilings, moves.phases)[0])
         slowest = limits.index(max(limits))
         # All PEs tell of the one that has the most to do.
         self._moved: dict[str, Any] = gather(
@@ -83,13 +84,9 @@ class StepTrial(Trial):
                 **{
                     f"{prefix}limit_{unit}": told
                     for prefix, each in (("", ceilings), ("h200_", H200))
-                    for unit, told in zip(("us", "by"), limit(each, moves), strict=True)
+                    for unit, told in zip(("us", "by"), limit(each, moves.phases), strict=True)
                 },
-                "phases_limit_us": [
-                    1e6
-                    * ceilings.limit_seconds(read_bytes=part.read, updated_bytes=part.updated, sent_bytes=part.sent)[0]
-                    for part in moves.phases
-                ],
+                "phases_limit_us": [limit(ceilings, [part])[0] for part in moves.phases],
             },
         )[slowest]
         self._own_stream = torch.cuda.Stream() if self._is_gpu else None

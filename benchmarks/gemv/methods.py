@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -173,7 +174,9 @@ class Methods:
         for name in candidates:
             self.product, problem = name, None  # what a graph holds stays as it was recorded
             try:
-                subjects[name] = record(world, [_call(self.cublas_alone, weight) for weight in self.weights])
+                subjects[name] = record(
+                    world, [functools.partial(self.cublas_alone, weight) for weight in self.weights]
+                )
             except RuntimeError as error:  # a build of torch without cuBLASLt
                 problem = str(error)
             if agree(problem) is not None:
@@ -182,10 +185,6 @@ class Methods:
         us = {name: max(gather(statistics.median(times[name]))) * 1e6 for name in subjects}
         self.product = min(us, key=lambda name: us[name])
         return us
-
-
-def _call(method: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: method(weight)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from persistent_ops.testing.record import Recorder, describe_run, pes_text
 from .ceilings import H200, Ceilings, measure_ceilings
 from .check import everyones
 from .timing import Subject, quantile, time_interleaved, time_replays
-from .tracing import timeline_of, timeline_path, tracing_cost, write_timeline
+from .tracing import timeline_of, tracing_cost, write_timeline
 from .trial import LeftOut, Trial
 from .tuning import Grid, combinations, compile_together, gist, tuned
 from .world import chosen_backend, joined_world
@@ -395,8 +395,7 @@ class Experiment(ABC, Generic[_Case]):
         failures = everyones(trial.check()["failures"])
         self.write("check", **trial.fields, failures=failures)
         for name in trial.methods:
-            folder = Path(self.options.record_path or ".").parent
-            path = timeline_path(folder, self.name, name)
+            path = Path(self.options.record_path or ".").parent / f"{self.name}_{name}_timeline.json"
             record = partial(trial.subject, self.world, name)
             timeline = timeline_of(self.world, trial.calls(name), record, path=path)
             write_timeline(self.world, timeline, path, self.write, {**trial.fields, "method": name})

@@ -21,17 +21,12 @@ from persistent_ops.timeline import Timeline
 
 from .timing import Subject, time_interleaved
 
-__all__ = ["timeline_of", "timeline_path", "timeline_tables", "tracing_cost", "write_timeline"]
+__all__ = ["timeline_of", "timeline_tables", "tracing_cost", "write_timeline"]
 
 _LONGEST = 3  # waits that are shown
 _MOST_CALLS = 2  # in a timeline, and as many replays of them: a launch on a GPU has ten thousand events and more
 _FIGURE_S = 60.0  # that PE 0 may take to draw
 _ROOM = {"cuda": 1 << 30, "host": 64 << 20}  # for a round's timelines, bytes: what is dropped would cost less
-
-
-def timeline_path(folder: Path, operator: str, method: str) -> Path:
-    """Return where a method's timeline lies; its figure lies beside it."""
-    return folder / f"{operator}_{method}_timeline.json"
 
 
 def timeline_of(
