@@ -87,17 +87,14 @@ class Options(harness.experiment.Options):
 
     def shapes(self, backend: str) -> list[Config]:
         """Return the configs in the sizes of a backend."""
-        return [shape for name in self.configs for shape in self._sized(name, backend)]
-
-    def _sized(self, name: str, backend: str) -> list[Config]:
-        return sized(CONFIGS[name][0], backend, self.rows, self.wires)
+        return list(dict.fromkeys(case.config for case in self.cases(backend)))
 
     def cases(self, backend: str) -> list[Case]:
         """Return the cases: those of one config and optimizer, which share memory, behind one another."""
         return [
             Case(shape, optimizer, distribution)
             for name in self.configs
-            for shape in self._sized(name, backend)
+            for shape in sized(CONFIGS[name][0], backend, self.rows, self.wires)
             for optimizer in self.optimizers or CONFIGS[name][1]
             for distribution in self.distributions
         ]

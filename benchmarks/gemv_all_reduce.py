@@ -47,11 +47,6 @@ class Options(harness.experiment.Options):
     shapes: tuple[str, ...] = tuple(SHAPES)
     replays: int | None = None
 
-    def sizes(self, backend: str) -> dict[str, Shape]:
-        """Return the shapes in the sizes of a backend, by name."""
-        shapes = {name: shape_named(name) for name in self.shapes}
-        return shapes if backend == "cuda" else {name: shape.for_host() for name, shape in shapes.items()}
-
 
 class Products(Trial):
     """One shape: the methods, each with every copy of the weight in turn."""
@@ -154,7 +149,9 @@ class GemvAllReduce(Experiment[str]):
     # ---- on a PE -----------------------------------------------------------------------------------------------------
 
     def set_up(self) -> None:
-        self._sizes: dict[str, Shape] = self.options.sizes(self.backend)
+        self._sizes: dict[str, Shape] = {name: shape_named(name) for name in self.options.shapes}
+        if self.backend == "host":
+            self._sizes = {name: shape.for_host() for name, shape in self._sizes.items()}
         largest = max(shape.copies * shape.weight_bytes for shape in self._sizes.values())
         elements = max(largest, self.read_bytes[self.backend]) // DTYPE.itemsize
         self._storage = torch.empty(elements, dtype=DTYPE, device=self.device)

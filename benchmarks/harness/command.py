@@ -18,6 +18,7 @@ from rich.console import Console
 
 from persistent_ops.runtime.errors import PersistentOpsError
 from persistent_ops.testing.figures import pyplot, why_none
+from persistent_ops.testing.output_files import check_outputs
 from persistent_ops.testing.pes import is_first_process, is_said_by_launch, run_on_pes, started_pes, without_multicast
 from persistent_ops.testing.record import read_lines, select
 
@@ -46,20 +47,17 @@ def run_benchmark(experiment: type[Experiment[Any]], argv: list[str]) -> int:
     """
     try:
         arguments, worlds, options = _read(experiment, argv)
+        path = Path(options.record_path)
+        check_outputs(files={"--out": path}, folders={"--out": path.parent})
     except SystemExit as leaving:  # of the parser
         return int(leaving.code or 0)
     except (ValueError, PersistentOpsError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     without_multicast()
-    path = Path(options.record_path)
     is_printer = is_first_process()
     if is_printer:
-        try:
-            _try_to_write(path)
-        except OSError as error:
-            print(f"error: --out: {str(path)!r} cannot be written: {error.strerror}", file=sys.stderr)
-            return 2
+        path.parent.mkdir(parents=True, exist_ok=True)
     before = _states_beside(path)
     options = dataclasses.replace(options, record_path=str(path.resolve()))
     passed, is_whole = _measure_worlds(experiment, worlds, options, limit=arguments.limit)
@@ -138,15 +136,6 @@ def _show(
         if select(lines, "time"):
             _draw(experiment.draw, lines, figure)
         print_report(experiment, lines, console)
-
-
-def _try_to_write(path: Path) -> None:
-    """Raise OSError where a record cannot be written; one that is there stays as it is."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    path.open("a").close()
-    if is_new:
-        path.unlink()
 
 
 def _state_of(path: Path) -> tuple[int, ...]:

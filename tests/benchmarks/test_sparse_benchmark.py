@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import benchmark_runs
 import pytest
@@ -162,14 +163,10 @@ def _host_times(wait: float) -> tuple[float, float]:
 
     x = torch.eye(4).to_sparse(1)
     po.sparse_all_reduce(x)
-    SparsePlan.await_report = late  # type: ignore[method-assign]
-    world = po.runtime.world.current()
-    try:
-        begin = time.perf_counter()
+    with mock.patch.object(SparsePlan, "await_report", late):
+        begin, world = time.perf_counter(), po.runtime.world.current()
         host = module("sparse.host_time").time_host(world, lambda: po.sparse_all_reduce(x), trials=3)
         return host, time.perf_counter() - begin
-    finally:
-        SparsePlan.await_report = await_report  # type: ignore[method-assign]
 
 
 def test_host_time_is_without_the_wait() -> None:
