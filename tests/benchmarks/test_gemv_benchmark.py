@@ -187,25 +187,19 @@ def test_the_fastest_product_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.product == "mm"
 
 
-def test_without_symmetric_memory_its_methods_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_there_is_no_symmetric_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed._symmetric_memory as symmetric_memory
 
     def fail(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("no peer access")
 
-    methods, shapes = module("gemv.methods"), module("gemv.shapes")
     monkeypatch.setattr(symmetric_memory, "get_backend", lambda device: "CUDA")
     monkeypatch.setattr(symmetric_memory, "empty", fail)
     monkeypatch.setattr(po_symmetric_memory, "agree", lambda problem: problem)
-    world = SimpleNamespace(size=2, rank=0, bootstrap=None)
-    world.backend = SimpleNamespace(name="cuda", device=torch.device("cpu"))
     for name, value in {"backend": "cuda", "world_size": 2, "device": torch.device("cpu")}.items():
         monkeypatch.setattr(po, name, lambda value=value: value)
-    buffer, problem = po_symmetric_memory.symmetric_buffer(16, torch.bfloat16)
-    assert buffer is None
-    assert problem == "RuntimeError: no peer access"
-    one = methods.Methods(world, shapes.Shape(16, 8), torch.zeros(3 * 16 * 8, dtype=torch.bfloat16), buffer, seed=0)
-    assert one.available(world, methods.METHODS) == (*methods.FUSED, "cublas_alone", "cublas_nccl")
+    found = po_symmetric_memory.symmetric_buffer(16, torch.bfloat16)
+    assert found == (None, "RuntimeError: no peer access")
 
 
 def test_replays_are_timed_one_by_one_and_the_subjects_take_turns() -> None:
