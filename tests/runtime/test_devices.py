@@ -62,11 +62,6 @@ def test_a_group_of_a_larger_job() -> None:
     assert chosen(4, second_group, None, [Numbers(2, None), Numbers(3, None)]) == [2, 3]
 
 
-def test_a_task_that_sees_one_gpu_of_its_own() -> None:
-    assert chosen(1, world(4)) == [0, 0, 0, 0]
-    assert chosen(1, world(4), [0, 0, 0, 0]) == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("pes", [1, 2, 4])
 def test_pes_with_a_gpu_each_are_told_nothing(pes: int) -> None:
     assert [check_sharing(UUIDS[:pes], rank) for rank in range(pes)] == [""] * pes
@@ -93,18 +88,9 @@ def test_gpus_with_different_numbers_of_pes_are_refused() -> None:
         ({"LOCAL_RANK": "x"}, None),
         ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "2"}, None),
         (
-            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "h"}
-            | {"MASTER_PORT": "2", "TORCHELASTIC_RUN_ID": "none"},
-            Numbers(1, 4),
-        ),
-        (
             {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
             | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "n"},
             Numbers(1, 4),
-        ),
-        (
-            {"PERSISTENT_OPS_RANK": "2", "PERSISTENT_OPS_WORLD_SIZE": "4", "PERSISTENT_OPS_STORE": "localhost:1"},
-            Numbers(2, 4),
         ),
         ({"RANK": "5"}, None),  # what contradicts itself says nothing
     ],

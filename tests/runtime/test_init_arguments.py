@@ -83,12 +83,10 @@ WRONG_INIT = {
     "backend": ({"backend": "gpu"}, ValueError, "backend: expected 'auto', 'cuda' or 'host', got 'gpu'"),
     "transport": ({"transport": "ib"}, ValueError, "transport: expected 'auto' or 'staged', got 'ib'"),
     "no time-out": ({"timeout": 0}, ValueError, "timeout: expected .*got 0"),
-    "negative time-out": ({"timeout": -1.5}, ValueError, r"timeout: expected .*got -1\.5"),
     "NaN time-out": ({"timeout": float("nan")}, ValueError, "timeout: expected .*got nan"),
     "endless time-out": ({"timeout": float("inf")}, ValueError, "timeout: expected .*got inf"),
     "text as time-out": ({"timeout": "30"}, TypeError, "timeout: expected .*'30'"),
     "empty heap": ({"heap_size": 0}, ValueError, "heap_size: expected bytes above 0, got 0"),
-    "negative heap": ({"heap_size": -4096}, ValueError, "heap_size: expected bytes above 0, got -4096"),
     "heap of a truth": ({"heap_size": True}, TypeError, "heap_size: expected .*True"),
     "heap of no machine": (
         {"heap_size": 1 << 60},

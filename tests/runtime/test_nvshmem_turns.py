@@ -157,21 +157,6 @@ def test_a_start_names_all_who_end_and_nobody_else(tmp_path: Path) -> None:
     assert str(raised.value).count("process ") == 2
 
 
-def test_all_pes_are_told_that_the_turn_has_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(bootstrap: Bootstrap) -> None:
-        try:
-            with turn_to_start(bootstrap, 0.1):
-                pytest.fail("it has started beside another job")
-        except BootstrapError as error:
-            bootstrap.fail(str(error))  # as po.init does
-            raise
-
-    with _start_alone(60.0), ThreadPoolExecutor(3) as pool:
-        for future in [pool.submit(start, bootstrap) for bootstrap in from_threads(3, 120.0)]:
-            with pytest.raises(BootstrapError, match=f"process {os.getpid()} has been starting NVSHMEM"):
-                future.result()
-
-
 def test_an_end_whose_turn_does_not_come_goes_on_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with _start_alone(60.0):
         assert not caplog.records
@@ -211,26 +196,6 @@ def test_a_number_that_was_given_out_again_is_not_named(tmp_path: Path) -> None:
         (tmp_path / _LOCK).write_text(" ".join([pid, number, str(int(started) - 1), *rest]) + "\n")
         with pytest.raises(BootstrapError, match="another process, which this one cannot see"), _start_alone(0.0):
             pytest.fail("it has started beside another job")
-
-
-def test_what_cannot_be_read_names_nobody(tmp_path: Path) -> None:
-    with _start_alone(60.0):
-        (tmp_path / _LOCK).write_bytes(b"12\x003 starting\n\n4 5 starting\n")
-        with pytest.raises(BootstrapError, match="another process, which this one cannot see"), _start_alone(0.0):
-            pytest.fail("it has started beside another job")
-
-
-def test_the_pes_of_a_job_do_not_wait_for_each_other(caplog: pytest.LogCaptureFixture) -> None:
-    meeting = threading.Barrier(3)
-
-    def start(bootstrap: Bootstrap) -> None:
-        with turn_to_start(bootstrap, 60.0):
-            meeting.wait(60.0)  # as NVSHMEM's start waits for the other PEs'
-
-    with ThreadPoolExecutor(3) as pool:
-        for future in [pool.submit(start, bootstrap) for bootstrap in from_threads(3, 120.0)]:
-            future.result()
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("turn", [_start_alone, turn_to_end])

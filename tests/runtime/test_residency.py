@@ -12,7 +12,6 @@ from worlds import in_world
 
 import persistent_ops as po
 from persistent_ops.ops.embedding.inputs_plan import WORKSPACE
-from persistent_ops.runtime import residency
 from persistent_ops.runtime.residency import Footprint, Residency, Sm, room_beside, room_on_gpu
 from persistent_ops.runtime.workspace import Workspace
 
@@ -40,30 +39,6 @@ BARRIER = Footprint(64, 40, 300, 21)
 )
 def test_room_on_an_sm(resident: Footprint, count: int, room: int) -> None:
     assert room_beside(H200, resident, count, INPUTS) == room
-
-
-def test_room_is_what_is_left() -> None:
-    """So many WGs fit beside, and one more does not, in some resource."""
-    numbers = random.Random(3)
-    for _ in range(500):
-        held = numbers.randint(1, 4)
-        resident = Footprint(numbers.choice((64, 128, 256)), numbers.randint(16, 128), numbers.randint(0, 9000), held)
-        own = Footprint(numbers.choice((32, 64, 128)), numbers.randint(16, 64), numbers.randint(0, 3000), 16)
-        room = room_beside(H200, resident, held, own)
-        taken = held * resident.shared_of_wg
-        divided = next(kib << 10 for kib in residency._DIVISIONS if kib << 10 >= taken)
-
-        def fits(count: int) -> bool:
-            return (
-                held * resident.threads + count * own.threads <= H200.threads  # noqa: B023
-                and held * resident.registers_of_wg + count * own.registers_of_wg <= H200.registers  # noqa: B023
-                and taken + count * own.shared_of_wg <= divided  # noqa: B023
-                and held + count <= H200.blocks  # noqa: B023
-                and count <= own.most  # noqa: B023
-            )
-
-        assert not fits(room + 1)
-        assert room == 0 or fits(room)
 
 
 def test_room_on_a_gpu_is_that_of_the_worst_way_to_lie() -> None:

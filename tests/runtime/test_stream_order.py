@@ -173,16 +173,6 @@ def test_captures_that_are_over_are_forgotten(cuda: Cuda, order: StreamOrder) ->
     assert len(order._captured) <= 4
 
 
-def test_a_stream_that_is_not_torch_s_and_is_captured_now(cuda: Cuda, order: StreamOrder) -> None:
-    """The event was recorded before the capture, so others can wait for it."""
-    cuda.current = cuda.create(0x7000)
-    cuda.launch(order)
-    cuda.begin_capture(cuda.current)
-    cuda.launch(order)
-    cuda.current = cuda.streams[1]
-    cuda.launch(order)
-
-
 def test_a_launch_that_fails_leaves_the_order_as_it_was(cuda: Cuda, order: StreamOrder) -> None:
     cuda.current = cuda.streams[1]
     cuda.launch(order)
@@ -208,14 +198,6 @@ def test_collectives_come_behind_launches_of_each_order(cuda: Cuda, order: Strea
         before = cuda.launches[0][:]
         cuda.launch(each)
         cuda.launches[0][:] = before
-
-
-def test_a_launch_that_fails_behind_a_collective(cuda: Cuda, order: StreamOrder) -> None:
-    cuda.collect(order)
-    cuda.current = cuda.create(0x7000)
-    order.follow(0x7000)  # and nothing is launched
-    cuda.current = cuda.streams[2]
-    cuda.launch(order)
 
 
 def test_a_collective_that_has_failed_is_told_once(cuda: Cuda, order: StreamOrder) -> None:

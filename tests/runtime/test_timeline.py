@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import time
@@ -119,22 +118,6 @@ def test_what_is_raised_inside_comes_out(backend: str) -> None:
     assert in_world(_raises, 2, backend) == [(1, True)] * 2
 
 
-def _alone_and_recovered() -> list[Any]:
-    weight, x = torch.ones(8, 16, device=po.device()), torch.ones(16, device=po.device())
-    with po.trace() as timeline:
-        for _ in range(2):
-            po.gemv(weight, x)
-            po.recover()
-    calls = [summary.launches for summary in timeline.summary() if summary.operator == "gemv_all_reduce"]
-    skews = [summary.skew_us for summary in timeline.summary() if summary.operator == "gemv_all_reduce"]
-    return [calls, skews]
-
-
-def test_launches_of_a_pe_alone_are_apart_though_their_epochs_begin_anew(backend: str) -> None:
-    first, second = in_world(_alone_and_recovered, 2, backend)
-    assert first == [[2, 2], [None, None]] and second == [[2], [None]]
-
-
 def _alone_with_grids() -> list[Any]:
     grids = (3, 2, 3)
     x = torch.ones(16, device=po.device())
@@ -149,23 +132,6 @@ def _alone_with_grids() -> list[Any]:
 
 def test_products_of_a_pe_alone_are_apart_though_they_have_one_epoch(backend: str) -> None:
     assert in_world(_alone_with_grids, 1, backend) == [[[0, 0, 0, 1, 1, 1, 2, 2], [(3, 3)]]]
-
-
-def _elsewhere(folder: Path) -> None:
-    before = Path.cwd()
-    try:
-        os.chdir(folder)
-        with po.trace("timeline.json"):
-            po.all_reduce(_x())
-            os.chdir(before)
-    finally:
-        os.chdir(before)
-
-
-@pytest.mark.host
-def test_a_path_is_that_of_the_folder_where_the_timeline_begins(backend: str, tmp_path: Path) -> None:
-    in_world(_elsewhere, 1, backend, tmp_path)
-    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
 
 
 def _one_cannot_begin(folder: Path) -> list[str]:

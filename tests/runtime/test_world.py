@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
 import os
 import re
@@ -240,41 +239,6 @@ def test_operators_are_called_from_one_thread(backend: str, tmp_path: Path) -> N
         assert error == "RuntimeError" and "by thread 'MainThread', and now by 'second'" in text, (name, text)
     assert allowed == ("", "")
     assert seen == [("", "")]
-
-
-def _behind_other_threads() -> list[str]:
-    """Return what is told to this thread while one that Python has not started calls, and when it has ended.
-
-    It is the second one, which Python may take for the first one, as that has ended.
-    """
-    po.init("host", heap_size=16 << 20)
-    told = []
-
-    def call(has_called: threading.Event, may_end: threading.Event) -> None:
-        while error_of(po.barrier)[0]:  # the first one ends behind its event
-            time.sleep(0.01)
-        has_called.set()
-        may_end.wait(60.0)
-
-    for may_end_at_once in (True, False):
-        has_called, may_end = threading.Event(), threading.Event()
-        if may_end_at_once:
-            may_end.set()
-        _thread.start_new_thread(call, (has_called, may_end))
-        assert has_called.wait(60.0)
-    told.append(error_of(po.barrier)[0])
-    may_end.set()
-    until = time.monotonic() + 30.0
-    while (error := error_of(po.barrier)[1]) and time.monotonic() < until:
-        time.sleep(0.01)
-    po.finalize()
-    return [*told, error]
-
-
-@pytest.mark.host
-def test_a_thread_that_python_has_not_started_may_end() -> None:
-    """Python takes it for alive as long as it knows it."""
-    assert po.launch(_behind_other_threads, 1, timeout=200) == [["RuntimeError", ""]]
 
 
 def _settled() -> tuple[int, int, int]:

@@ -56,7 +56,6 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
 # environment -> launcher, rank, world size, local rank, local world size, rendezvous, host
 GOOD = {
     "nothing": ({}, "single", 0, 1, 0, 1, "none", ""),
-    "foreign variables only": ({"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "3"}, "single", 0, 1, 0, 1, "none", ""),
     "torchrun": (TORCHRUN, "torchrun", 5, 8, 1, 4, "store", "node0"),
     "torchrun of one": (
         {**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -71,7 +70,6 @@ GOOD = {
         *("torchrun", 5, 8, 5, 8, "local", ""),
     ),
     "torchrun inside srun": ({**SRUN, **TORCHRUN}, "torchrun", 5, 8, 1, 4, "store", "node0"),
-    "torchrun inside mpirun": ({**OPENMPI, **TORCHRUN}, "torchrun", 5, 8, 1, 4, "store", "node0"),
     "torchrun inside mpiexec -n 1": (
         {**TORCHRUN, "PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "9"},
         *("torchrun", 5, 8, 1, 4, "store", "node0"),
@@ -80,7 +78,6 @@ GOOD = {
     "by hand on localhost": ({**BY_HAND, "MASTER_ADDR": "127.0.0.1"}, "torchrun", 1, 2, None, None, "local", ""),
     "hydra": (HYDRA, "hydra", 2, 3, 2, 3, "pmi", ""),
     "hydra of one": ({"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "9"}, "hydra", 0, 1, 0, 1, "none", ""),
-    "hydra inside an allocation": ({**SBATCH, **HYDRA}, "hydra", 2, 3, 2, 3, "pmi", ""),
     "hydra started by srun": (
         {
             **SRUN,
@@ -90,10 +87,6 @@ GOOD = {
             "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
             "SLURM_LOCALID": "0",
         },
-        *("hydra", 2, 3, 2, 3, "pmi", ""),
-    ),
-    "hydra and the same numbers by hand": (
-        {**HYDRA, "RANK": "2", "WORLD_SIZE": "3"},
         *("hydra", 2, 3, 2, 3, "pmi", ""),
     ),
     "openmpi": (OPENMPI, "openmpi", 3, 4, 3, 4, "local", ""),
@@ -117,7 +110,6 @@ GOOD = {
     ),
     "openmpi whose daemons srun started": ({**SRUN, **OPENMPI}, "openmpi", 3, 4, 3, 4, "local", ""),
     "batch script without srun": (SBATCH, "single", 0, 1, 0, 1, "none", ""),
-    "batch step": ({**SBATCH, "SLURM_STEP_ID": "4294967291"}, "single", 0, 1, 0, 1, "none", ""),
     "by hand in a batch step": (
         {**SBATCH, "SLURM_STEP_ID": "4294967291", **BY_HAND},
         *("torchrun", 1, 2, None, None, "tcp", "node0"),
@@ -151,17 +143,11 @@ def test_finds_the_launcher(name: str) -> None:
 # environment -> words that the message must contain
 BAD = {
     "rank is the world size": ({**BY_HAND, "RANK": "2"}, ["RANK=2", "WORLD_SIZE=2"]),
-    "world of none": ({**BY_HAND, "RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
     "negative rank": ({**BY_HAND, "RANK": "-1"}, ["RANK='-1'", "unset"]),
     "not a number": ({**HYDRA, "PMI_SIZE": "three"}, ["PMI_SIZE='three'", "unset"]),
     "empty": ({**HYDRA, "PMI_RANK": ""}, ["PMI_RANK=''"]),
-    "foreign digits": ({**HYDRA, "PMI_RANK": "²"}, ["PMI_RANK"]),
     "rank without world size": ({"RANK": "0"}, ["RANK=0", "WORLD_SIZE is not", "unset RANK"]),
     "world size without rank": ({"WORLD_SIZE": "4"}, ["WORLD_SIZE=4", "RANK is not", "unset WORLD_SIZE"]),
-    "PMI rank without size": (without(HYDRA, "PMI_SIZE"), ["PMI_RANK=2", "PMI_SIZE is not"]),
-    "Open MPI size without rank": (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["OMPI_COMM_WORLD_RANK is not"]),
-    "Open MPI rank out of range": ({**OPENMPI, "OMPI_COMM_WORLD_RANK": "4"}, ["OMPI_COMM_WORLD_RANK=4"]),
-    "Slurm rank out of range": ({**SRUN, "SLURM_PROCID": "4"}, ["SLURM_PROCID=4", "SLURM_STEP_NUM_TASKS=4"]),
     "srun without size": (
         without(SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         ["SLURM_PROCID=3", "SLURM_NTASKS is not"],
@@ -187,7 +173,6 @@ BAD = {
         ["SLURM_PROCID", "rank 3 of 4", "rank 2 of 4"],
     ),
     "hydra and Open MPI": ({**HYDRA, **OPENMPI}, ["PMI_RANK", "OMPI_COMM_WORLD_RANK", "unset"]),
-    "launch and mpirun": ({**OWN, **OPENMPI}, ["PERSISTENT_OPS_RANK", "OMPI_COMM_WORLD_RANK"]),
     "launch and torchrun": ({**OWN, **TORCHRUN}, ["PERSISTENT_OPS_RANK", "RANK and WORLD_SIZE", "rank 5 of 8"]),
     "launch without store": (without(OWN, "PERSISTENT_OPS_STORE"), ["PERSISTENT_OPS_STORE", "launch()"]),
     "launch with a bad store": ({**OWN, "PERSISTENT_OPS_STORE": "127.0.0.1"}, ["PERSISTENT_OPS_STORE", "host:port"]),

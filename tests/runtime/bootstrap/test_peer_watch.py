@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -110,13 +109,6 @@ def test_who_falls_silent_while_it_prepares_is_waited_for_no_longer(monkeypatch:
     assert watched.tells(set(), {1})
     assert watched.tells(set(), set())
     watched.watch.close()
-
-
-def test_it_ends_with_its_world() -> None:
-    before = threading.active_count()
-    watched = Watched([])
-    watched.watch.close()
-    assert threading.active_count() == before
 
 
 # ---- kernels that wait -----------------------------------------------------------------------------------------------

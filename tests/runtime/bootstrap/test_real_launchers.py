@@ -73,16 +73,6 @@ def test_hydra_with_an_absent_rank(tmp_path: Path) -> None:
     assert all("rank 1 of 3" in line for line in lines)
 
 
-@pytest.mark.slow
-def test_torchrun(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = run([*torchrun, str(program), "20"])
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"PE {r} of 2, local {r} of 2, True torchrun" for r in range(2)]
-
-
 def test_openmpi(tmp_path: Path) -> None:
     mpirun = next((found for name in ("mpirun.openmpi", "mpirun") if (found := shutil.which(name))), None)
     if mpirun is None or "(Open" not in run([mpirun, "--version"]).stdout:
