@@ -111,13 +111,6 @@ def test_one_hot_arrays(tmp_path: Path, dtype: type) -> None:
     assert numpy_day(tmp_path, 0, num_rows=ROWS).hotness == HOTNESS
 
 
-@pytest.mark.parametrize("num_rows", [(2**31, 2**31, 2**31), (3, 2**40, 1000)])
-def test_ids_that_are_rows_already_and_tables_beyond_int32(tmp_path: Path, num_rows: tuple[int, ...]) -> None:
-    log = drawn_log(20)
-    write_day(tmp_path, 0, log)
-    assert same_records(read(numpy_day(tmp_path, 0, num_rows=num_rows), NUMBERS), log.expected(NUMBERS, num_rows))
-
-
 def test_arrays_in_fortran_s_order(tmp_path: Path) -> None:
     log = drawn_log(20)
     write_day(tmp_path, 0, Log(np.asfortranarray(log.dense), [np.asfortranarray(ids) for ids in log.ids], log.labels))
@@ -151,15 +144,6 @@ def test_values_that_do_not_do_are_named_when_they_are_read(
         read(source, [3, 17])
 
 
-def test_a_label_that_rounds_to_one_is_none(tmp_path: Path) -> None:
-    log = drawn_log(20)
-    labels = log.labels.astype(np.float64)
-    labels[17] = 1 + 1e-12
-    write_day(tmp_path, 0, Log(log.dense, log.ids, labels))
-    with pytest.raises(ValueError, match=re.escape("record 17: the label is 1.000000000001; expected 0 or 1")):
-        read(numpy_day(tmp_path, 0, num_rows=ROWS), [17])
-
-
 EDGES = (0, 1, 2, 1000, 1001, 2**7 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**63 + 7, 2**64 - 1)
 INTEGERS = [f"{order}{sign}{size}" for order in "<>" for sign in "iu" for size in (1, 2, 4, 8)]
 
@@ -185,16 +169,6 @@ def test_ids_of_any_dtype_are_taken_modulo_rows_by_python_s_rule(
     assert found.dtype in (np.int32, np.int64)
 
 
-@pytest.mark.parametrize("dtypes", [("<i8", "<u8", "<i4"), ("<u8", "<i4", "<u4"), ("<i1", ">u8", "<i8")])
-def test_arrays_of_different_dtypes_keep_their_ids(tmp_path: Path, dtypes: tuple[str, ...]) -> None:
-    largest = [int(np.iinfo(dtype).max) - 2 for dtype in dtypes]
-    log = drawn_log(1, (1, 1, 1))
-    ids = [np.array([[each]], dtype) for each, dtype in zip(largest, dtypes, strict=True)]
-    write_day(tmp_path, 0, Log(log.dense, ids, log.labels))
-    found = read(numpy_day(tmp_path, 0, num_rows=(1000,) * 3), [0]).rows
-    assert found.tolist() == [[each % 1000 for each in largest]]
-
-
 def test_negative_ids_of_raw_files(tmp_path: Path) -> None:
     ids = [[-1, -(2**31)], [2**31 - 1, -5]]
     log = Log(drawn_log(2).dense, [np.array(ids, np.int32)], drawn_log(2).labels)
@@ -214,13 +188,6 @@ def test_text_beyond_float32_is_named_by_its_line(tmp_path: Path, column: int, n
     message = f"{path}, line 4702: {name} is {shown!r}; expected a finite number of float32"
     with pytest.raises(ValueError, match=re.escape(message)):
         CriteoText(path, num_rows=TEXT_ROWS)
-
-
-def test_text_at_the_ends_of_float32_is_read(tmp_path: Path) -> None:
-    fields = criteo_line(1).split("\t")
-    fields[1:3] = ["3.4028235e38", "-3.4028235e38"]
-    found = read(CriteoText(write(tmp_path / "day_0", ["\t".join(fields)]), num_rows=TEXT_ROWS), [0])
-    assert found.dense[0, :2].tolist() == pytest.approx([math.log(3.4028235e38), 0.0])
 
 
 def _shorten(path: Path) -> None:
