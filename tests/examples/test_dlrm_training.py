@@ -1,8 +1,7 @@
-"""The loop: it learns what there is to learn, does what plain torch does, and goes on behind an interruption."""
+"""The loop: it does what plain torch does, and goes on behind an interruption."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import pickle
@@ -46,30 +45,18 @@ def training_of(
     *,
     embedding: Any = None,
     optimizer: Any = None,
-    table_rate: float = 0.05,
     sizes: Sizes = SIZES,
     seed: int = 0,
     **options: Any,
 ) -> Training:
     log = log_of(num_train + num_evaluate)
     model = DenseModel(sizes, seed=1)
-    embedding = embedding or PlainEmbedding(ROWS, sizes.dims, adagrad(table_rate), seed=1)
+    embedding = embedding or PlainEmbedding(ROWS, sizes.dims, adagrad(0.05), seed=1)
     optimizer = (optimizer or adagrad(0.02))(model.parameters())
     own = {"rank": dist.get_rank(), "world_size": dist.get_world_size()} if dist.is_initialized() else {}
     batches = Batches(Span(log, 0, num_train), batch_size=batch_size, seed=seed, **own)
     evaluation = Batches(Span(log, num_train, num_evaluate), batch_size=4096, **own) if num_evaluate else None
     return Training(model, embedding, optimizer, batches, evaluation=evaluation, **options)
-
-
-# ---- learning ------------------------------------------------------------------------------------------------------
-
-NUM_TRAIN, NUM_EVALUATE = 200_000, 30_000
-
-
-def test_tables_that_do_not_learn_show() -> None:
-    best = log_of(NUM_TRAIN + NUM_EVALUATE).best_auroc(NUM_TRAIN, NUM_EVALUATE)
-    training = training_of(NUM_TRAIN, NUM_EVALUATE, 512, table_rate=0.0)
-    assert training.run(Plan()).evaluations[-1]["auc"] < best - 0.02
 
 
 # ---- against plain torch -------------------------------------------------------------------------------------------
@@ -203,31 +190,6 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
     assert found.evaluations[-1] == expected.evaluations[-1]
     assert len(state_of(whole)) > 30
     assert all(torch.equal(a, b) for a, b in zip(state_of(second), state_of(whole), strict=True))
-
-
-class Copying(PlainEmbedding):
-    """A module whose state dicts are copies, as one may make them that stores its tables otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__(ROWS, SIZES.dims, adagrad(0.05), seed=1)
-        self.optimizer.register_state_dict_post_hook(lambda _, state: copy.deepcopy(state))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return copy.deepcopy(super().state_dict(*args, **kwargs))
-
-
-def test_tables_states_and_rates_come_back(tmp_path: Path) -> None:
-    training = training_of(300, 0, 64, embedding=Copying())
-    for group in (*training._optimizer.param_groups, *training._embedding.optimizer.param_groups):
-        group["lr"] = 0.0625  # as a schedule would
-    training.run(Plan(folder=tmp_path))
-    other = training_of(300, 0, 64, embedding=Copying())
-    assert not all(torch.equal(a, b) for a, b in zip(state_of(training), state_of(other), strict=True))
-    other.resume(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(state_of(training), state_of(other), strict=True))
-    groups = (*other._optimizer.param_groups, *other._embedding.optimizer.param_groups)
-    assert {group["lr"] for group in groups} == {0.0625}
-    assert other.run(Plan(epochs=2)).losses == training.run(Plan(epochs=2)).losses
 
 
 def test_the_folder_has_one_checkpoint_and_an_interrupted_one_does_not_count(tmp_path: Path) -> None:
