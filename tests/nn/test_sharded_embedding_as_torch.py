@@ -1,4 +1,4 @@
-"""What a ShardedEmbeddingBagCollection has in common with torch's: DDP, checkpointed regions, rates, first rows."""
+"""What a ShardedEmbeddingBagCollection has in common with torch's: DDP, checkpointed regions, first rows."""
 
 from __future__ import annotations
 
@@ -25,42 +25,6 @@ _PLACEMENTS = ("table_wise", "replicated")
 # ---- under DistributedDataParallel -----------------------------------------------------------------------------------
 
 
-class _Projected(po.nn.ShardedEmbeddingBagCollection):
-    """A collection with a layer of its own."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.projection = torch.nn.Linear(8, 2)
-
-    def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        return self.projection(super().forward(*arguments, **options))  # type: ignore[no-any-return]
-
-
-def _under_ddp(compiles: bool) -> list[Any]:
-    """Return whether slices that differ from PE to PE stay, and the gradients of a layer that all PEs have."""
-    with world_of("host", "gloo"):
-        placement = {"a": po.nn.TablePlacement("column_wise", 2)}
-        model: Any = torch.nn.Sequential(_Projected([("a", 13, 8, ["x"])], max_batch=8, placement=placement))
-        model[0].projection.load_state_dict({"weight": torch.ones(2, 8), "bias": torch.zeros(2)})
-        before = [each.clone() for each in model[0].embedding_bags.parameters()]
-        po.nn.ignore_sharded_tables(model)
-        DistributedDataParallel(torch.compile(model, backend="eager") if compiles else model)
-        is_same = all(map(torch.equal, before, model[0].embedding_bags.parameters()))
-        wrapped = DistributedDataParallel(model[0])
-        wrapped(*_lookups(po.rank(), 5)).sum().backward()
-        trained = [name for name, each in model[0].named_parameters() if each.requires_grad]
-        is_same &= trained == ["projection.weight", "projection.bias"]
-        gradient = model[0].projection.weight.grad.clone()
-    return [is_same, gradient]
-
-
-@pytest.mark.parametrize("compiles", [False, True])
-def test_tables_and_layers_under_ddp(compiles: bool) -> None:
-    (is_same, one), (is_same_too, other) = in_processes(_under_ddp, 2, compiles, timeout=200)
-    assert is_same and is_same_too
-    assert torch.equal(one, other) and one.any()
-
-
 class _Scored(torch.nn.Module):
     """A model whose tables lie on one PE, on both in slices, and on each."""
 
@@ -75,14 +39,16 @@ class _Scored(torch.nn.Module):
         return self.dense(self.sparse(values, lengths))  # type: ignore[no-any-return]
 
 
-def _not_told(compiles: bool) -> list[Any]:
-    """Wrap a model without `ignore_sharded_tables`; return its tables before and after, and a gradient."""
+def _under_ddp(is_told: bool, compiles: bool) -> list[Any]:
+    """Wrap a model with or without `ignore_sharded_tables`; return its tables before and after, and a gradient."""
     with world_of("host", "gloo"):
         model = _Scored()
         tables = {table.name: table.weight for table in model.sparse.embedding_bags.children()}
         with torch.no_grad():
             tables["b"].fill_(po.rank())
         before = {name: weight.clone() for name, weight in tables.items()}
+        if is_told:
+            po.nn.ignore_sharded_tables(model)
         wrapped = DistributedDataParallel(torch.compile(model, backend="eager") if compiles else model)
         after = {name: weight.clone() for name, weight in tables.items()}
         wrapped(*_lookups(po.rank(), 5, 7)).sum().backward()
@@ -90,28 +56,15 @@ def _not_told(compiles: bool) -> list[Any]:
     return [before, after, gradient]
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-def test_ddp_leaves_tables_alone_that_it_was_not_told_to_ignore(compiles: bool) -> None:
-    results = in_processes(_not_told, 2, compiles, timeout=200)
+@pytest.mark.parametrize(("is_told", "compiles"), [(False, False), (False, True), (True, False), (True, True)])
+def test_ddp_leaves_tables_alone(is_told: bool, compiles: bool) -> None:
+    results = in_processes(_under_ddp, 2, is_told, compiles, timeout=200)
     for before, after, gradient in results:
         assert torch.equal(before["a"], after["a"]) and torch.equal(before["c"], after["c"])
         assert not after["b"].any()  # replicas begin alike
         assert torch.equal(gradient, results[0][2]) and gradient.any()
     (before, *_), (other, *_) = results
     assert not torch.equal(before["a"], other["a"]) and before["c"].shape != other["c"].shape
-
-
-def _moved() -> list[Any]:
-    module = _Projected([("a", 13, 8, ["x"])], max_batch=8)
-    told = error_of(module.double)[:2]
-    module.projection.double()
-    return [*told, module.to("cpu").projection.weight.dtype]
-
-
-def test_a_subclass_may_have_layers() -> None:
-    ((kind, text, dtype),) = in_world(_moved, 1, "host")
-    assert kind == "NotImplementedError" and text.startswith("embedding_bags.a.weight: tables stay torch.float32")
-    assert dtype == torch.float64
 
 
 # ---- checkpointed regions --------------------------------------------------------------------------------------------
@@ -188,50 +141,7 @@ def test_a_call_alone_in_a_region_that_is_made_anew(placement: str, is_split: bo
     assert in_world(_alone_in_a_region, 2, "host", placement, is_split, is_reentrant) == [[True, True]] * 2
 
 
-def _sent_and_made_anew(placement: str) -> list[tuple[str, str]]:
-    """Make a region anew while other lookups wait, and one that pools what was sent."""
-    told = []
-    for pools_sent in (False, True):
-        module, (given, lengths) = _module(placement), _lookups(3, 1, 3)
-        given, lengths = given.long(), lengths.long()
-
-        def region(factor: torch.Tensor, sent: Any = None) -> torch.Tensor:
-            pooled = module(given, lengths) if sent is None else module(sent)  # noqa: B023  # it is called in this turn
-            return (pooled * factor).tanh()  # type: ignore[no-any-return]
-
-        sent = module.input_dist(given, lengths) if pools_sent else None
-        result = checkpoint(region, torch.ones(8, requires_grad=True), sent, use_reentrant=False)
-        if not pools_sent:
-            sent = module.input_dist(given, lengths)
-        told.append(error_of(result.sum().backward)[:2])
-    return told
-
-
-@pytest.mark.parametrize("placement", _PLACEMENTS)
-def test_what_was_sent_is_not_pooled_anew(placement: str) -> None:
-    for kind, text in in_world(_sent_and_made_anew, 1, "host", placement)[0]:
-        assert kind == "RuntimeError" and "a region that torch.utils.checkpoint computes again can neither take" in text
-
-
-# ---- rates, and rows of a collection ---------------------------------------------------------------------------------
-
-
-def _rate_between(placement: str) -> list[float]:
-    module = _module(placement)
-    (weight,) = module.parameters()
-    changes = []
-    for rate in (0.25, 2.0):
-        before = weight[3, 0].item()
-        result = module(*_lookups(3))
-        module.optimizer.param_groups[0]["lr"] = rate
-        result.sum().backward()
-        changes.append(before - weight[3, 0].item())
-    return changes
-
-
-@pytest.mark.parametrize("placement", _PLACEMENTS)
-def test_a_step_has_the_rate_of_its_backward_pass(placement: str) -> None:
-    assert in_world(_rate_between, 1, "host", placement)[0] == pytest.approx([0.25, 2.0])
+# ---- rows of a collection --------------------------------------------------------------------------------------------
 
 
 def _from_own_rows() -> list[torch.Tensor]:
@@ -347,26 +257,7 @@ def test_an_init_fn_leaves_the_generator_as_it_was() -> None:
     assert in_world(_generator_is_kept, 1, "host") == [True]
 
 
-# ---- results that are kept -------------------------------------------------------------------------------------------
-
-
-def _collected() -> list[bool]:
-    """Return whether collections are gone that have kept their results, before and behind a backward pass."""
-    found = []
-    for is_differentiated in (False, True):
-        module = _module("table_wise")
-        module.kept = module(*_lookups(3))  # type: ignore[assignment]
-        if is_differentiated:
-            module.kept.sum().backward()  # type: ignore[operator]
-        gone = weakref.ref(module)
-        del module
-        gc.collect()
-        found.append(gone() is None)
-    return found
-
-
-def test_a_collection_that_keeps_its_result_is_collected() -> None:
-    assert in_world(_collected, 1, "host") == [[True, True]]
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def _freed() -> list[bool]:
@@ -393,22 +284,3 @@ def _in_a_world() -> list[bool]:
     found = _freed()
     po.finalize()
     return found
-
-
-# ---- lengths that say more than there is -----------------------------------------------------------------------------
-
-
-def _more_lengths(placement: str) -> list[Any]:
-    """Pool a feature whose lookup is missing, and train."""
-    tables = [("a", 6, 8, ["x"]), ("b", 5, 4, ["y"])]
-    module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=8, placement=placement, bounds="ignore", lr=0.5)
-    table: Any = module.get_submodule("embedding_bags.b")
-    before = table.weight.clone()
-    result = module(torch.tensor([0, 1]), torch.tensor([1, 1, 1, 0]))
-    result.sum().backward()
-    return [result[:, 8:].any().item(), torch.equal(table.weight, before)]
-
-
-@pytest.mark.parametrize("placement", _PLACEMENTS)
-def test_lookups_that_are_missing_are_skipped(placement: str) -> None:
-    assert in_world(_more_lengths, 1, "host", placement) == [[False, True]]
