@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -242,26 +241,6 @@ def test_the_costliest_are_placed_first() -> None:
 # ---- clamped gradients -----------------------------------------------------------------------------------------------
 
 
-def _clamped_beyond(dtype: torch.dtype) -> bool:
-    """Return whether a bound that no gradient of a dtype can exceed leaves them as they are."""
-    rows = []
-    for bound in (None, 0.75 * torch.finfo(dtype).max):
-        config = po.nn.TableConfig("t", 4, 8, ["x"], "sum", dtype, init_fn=torch.nn.init.zeros_)
-        module = po.nn.ShardedEmbeddingBagCollection([config], max_batch=2, lr=1.0, max_gradient=bound)
-        indices, lengths = (torch.tensor(each, device=po.device()) for each in ([1, 2], [1, 1]))
-        pooled = module(indices, lengths)
-        pooled.backward(torch.full_like(pooled, 3.0))
-        rows.append(module(indices, lengths).detach())
-    po.check()
-    return torch.equal(*rows) and bool(rows[0].abs().min() > 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_bound_that_no_gradient_exceeds_is_none(backend: str, dtype: torch.dtype) -> None:
-    """PEs divide the sum of their gradients by their number, so the bound of each is as many times as large."""
-    assert in_world(_clamped_beyond, 2, backend, dtype) == [True] * 2
-
-
 _MOST = {torch.float16: 65504.0, torch.bfloat16: torch.finfo(torch.bfloat16).max, torch.float32: 3.4028234663852886e38}
 _CLAMPED: dict[str, tuple[torch.dtype, torch.dtype | None, float, float, float]] = {
     # dtype, wire dtype, max_gradient; a gradient's elements; what a step of lr=1 makes of them
@@ -301,30 +280,6 @@ def _clamped_step(placement: str) -> list[str]:
 def test_what_is_sent_of_a_gradient_is_at_most_the_bound(backend: str, placement: str) -> None:
     """Each of two PEs has a row of its own, and divides its gradient by two."""
     assert in_world(_clamped_step, 2, backend, placement) == [[], []]
-
-
-def _clamped_side_by_side() -> list[float]:
-    """Return an element of each table behind a step whose gradient is of another dtype than a table's."""
-    dtypes = {"a": torch.float16, "b": torch.float32}
-    module = po.nn.ShardedEmbeddingBagCollection(
-        [
-            po.nn.TableConfig(name, 4, 8, [name], "sum", dtype, init_fn=torch.nn.init.zeros_)
-            for name, dtype in dtypes.items()
-        ],
-        max_batch=2,
-        lr=1.0,
-        max_gradient=40_000.0,
-    )
-    pooled = module(torch.tensor([1, 1], device=po.device()), torch.tensor([1, 1], device=po.device()))
-    assert pooled.dtype == torch.float32
-    pooled.backward(torch.full_like(pooled, 1e5))
-    blocks = {name: shards.shards for name, shards in module.state_dict().items()}
-    po.check()
-    return [float(block[1].min()) for name in sorted(blocks) for _, block in blocks[name]]
-
-
-def test_each_table_has_its_own_dtypes_bound(backend: str) -> None:
-    assert sorted(itertools.chain(*in_world(_clamped_side_by_side, 2, backend))) == [-80_000.0, -_MOST[torch.float16]]
 
 
 # ---- room for lookups ------------------------------------------------------------------------------------------------
