@@ -319,29 +319,6 @@ def test_what_is_refused_leaves_everything_as_it_was(backend: str) -> None:
         assert found == {name: (text, True) for name, text in expected.items()}
 
 
-def _rolled_back() -> list[float]:
-    """Load a rate that is a tensor, let a scheduler change it in place, and load it again, also elsewhere."""
-
-    def made(lr: Any) -> Any:
-        return po.nn.ShardedEmbeddingBagCollection([("a", 10, 4, ["x"])], max_batch=2, lr=lr)
-
-    saved = copy.deepcopy(made(torch.tensor(0.5)).optimizer.state_dict())
-    module, other = made(0.25), made(0.125)
-    module.optimizer.load_state_dict(saved)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(module.optimizer, 0.5)
-    for _ in range(3):
-        module.optimizer.step()
-        scheduler.step()
-    decayed = float(module.optimizer.param_groups[0]["lr"])
-    for each in (module, other):
-        each.optimizer.load_state_dict(saved)
-    return [decayed, *(float(each.optimizer.param_groups[0]["lr"]) for each in (module, other))]
-
-
-def test_a_rate_that_was_loaded_is_not_the_state_dict_s() -> None:
-    assert in_world(_rolled_back, 1, "host") == [[0.0625, 0.5, 0.5]]
-
-
 def _saved_meanwhile(backend: str, folder: str) -> list[str]:
     """Save by async_save and by save; return what differs of what is loaded."""
     case, problems = _case("adagrad"), []
