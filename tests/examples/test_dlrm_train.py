@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 from pathlib import Path
@@ -33,7 +32,7 @@ from dlrm_cases import drawn_log, write_day, write_raw_bytes
 from kept_pes import in_processes
 from PIL import Image
 from rich.console import Console
-from worlds import error_of, in_world, world_of
+from worlds import error_of, in_world
 
 import persistent_ops as po
 from persistent_ops.nn import TableConfig, TablePlacement
@@ -273,60 +272,6 @@ def _check_documents_table(report: dict[str, Any], folder: Path) -> None:
         text for run in tables.read_runs(folder) for text in tables.problems(run)
     ]
     report["compared"]["losses"]["torch + gloo"][3] /= 1.1
-
-
-def _collection(wire_dtype: torch.dtype | None) -> po.nn.ShardedEmbeddingBagCollection:
-    """Return tables of all placements for 3 PEs, of which PE 1 has none of its own."""
-    placement = {"a": TablePlacement("column_wise", 2, (2, 0)), "b": TablePlacement(ranks=(2,))}
-    return po.nn.ShardedEmbeddingBagCollection(
-        [("a", 20, 8, ["x"]), ("c", 5, 8, ["z"]), ("b", 9, 4, ["y"]), ("d", 7, 4, ["w"])],
-        max_batch=4,
-        placement={**placement, "c": "replicated", "d": "replicated"},
-        optimizer="adagrad",
-        lr=0.5,
-        wire_dtype=wire_dtype,
-        seed=1,
-    )
-
-
-def _agree_in_step(step: int, *modules: Any) -> bool:
-    """Make a step with some samples of this PE, perhaps none; return whether the results agree."""
-    split = [(rank + step) % 4 for rank in range(3)]
-    samples = split[po.rank()]
-    drawer = torch.Generator().manual_seed(10 * step + po.rank())
-    lengths = torch.randint(0, 4, (4 * samples,), generator=drawer)
-    values = torch.randint(0, 5, (int(lengths.sum()),), generator=drawer)
-    gradient = torch.randint(-4, 5, (samples, 24), generator=drawer)
-    results = []
-    for module in modules:
-        module.optimizer.zero_grad()
-        result = module(module.input_dist(values, lengths, batch_per_rank=split))
-        result.backward(gradient.to(result.dtype))
-        module.optimizer.step()
-        results.append(result.detach())
-    return torch.allclose(*results, rtol=1e-5 if results[0].dtype == torch.float32 else 1e-2, atol=1e-5)
-
-
-def _peer() -> list[bool]:
-    """Train tables, and the same exchanged by torch; return what agrees."""
-    agree = []
-    with world_of("host", "gloo"):
-        for wire_dtype in (None, torch.bfloat16):
-            collection = _collection(wire_dtype)
-            make = functools.partial(torch.optim.Adagrad, lr=0.5, eps=1e-8)
-            peer = ExchangedEmbedding(collection, make, wire_dtype=wire_dtype)
-            agree.append((len(peer.tables), len(peer.replicas)) == ((1, 2), (0, 2), (2, 2))[po.rank()])
-            agree += [_agree_in_step(step, collection, peer) for step in range(4)]
-            for tensor in itertools.chain(*peer.parts()):
-                tensor.add_(1)
-            peer.take_over(collection)
-            agree += [_agree_in_step(step, collection, peer) for step in range(4, 6)]
-    return agree
-
-
-@pytest.mark.host
-def test_the_exchange_by_torch() -> None:
-    assert in_processes(_peer, 3, timeout=200) == [[True] * 14] * 3
 
 
 @pytest.mark.parametrize(
