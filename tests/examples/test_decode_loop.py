@@ -7,9 +7,6 @@ import functools
 import io
 import json
 import math
-import os
-import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -218,20 +215,6 @@ def test_prints_one_table_and_records_it(capsys: pytest.CaptureFixture[str], tmp
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     assert [line["options"]["seed"] for line in lines] == [0, 1]
     assert all(line["date"] and line["versions"]["torch"] == torch.__version__ for line in lines)
-
-
-@pytest.mark.host
-def test_hydra() -> None:
-    mpiexec = shutil.which("mpiexec.hydra", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert mpiexec is not None, "mpiexec.hydra comes with the extra 'dev'"
-    command = [mpiexec, "-n", "3", sys.executable, str(LAUNCH / "decode_loop.py"), "--backend", "host"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--tokens", "4", "--rounds", "1"], env=environment, capture_output=True, text=True, timeout=200
-    )
-    printed = done.stdout
-    assert done.returncode == 0, done.stderr
-    assert printed.count("Decode loop") == 1 and "3 x CPU process" in printed and "correct" in printed
 
 
 # ---- the verdict ---------------------------------------------------------------------------------------------------
