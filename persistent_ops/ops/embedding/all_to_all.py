@@ -156,12 +156,12 @@ def embedding_all_to_all(
     choices = (dims, split, dtype, wire_dtype, pooling, bounds, schedule, columns)
     is_plain = not torch.compiler.is_compiling() and operator.is_plain(required, optional)
     if is_plain is not False:
+        if out is not None and records and (optimizer or requires_grad or _require_gradients(weights, differentiated)):
+            raise NotImplementedError(_NO_OUT)
         world = _world.for_call()
         plans, key, has_gradients = _prepared(world, world.team, weights, lookups, choices)
         is_required = requires_grad or has_gradients or (differentiated is not None and differentiated.requires_grad)
         if records and (is_required or optimizer is not None):
-            if out is not None:
-                raise NotImplementedError(_NO_OUT)
             launch = functools.partial(_launched, world, plans, key, weights, lookups)
             return _recorded(EmbeddingCall(world, key, tuple(weights), arrived), launch, lookups, optimizer)
         if optimizer is not None:
