@@ -222,6 +222,9 @@ def recover() -> None:
     The first PE waits for twice `operator_timeout`, and once more for each `EmbeddingInputs` with launches of its own:
     its peers may reach an operator later than this PE did, and wait there.
 
+    A late PE may still get a valid result from the launch that its peers gave up, and meet the error one call later. So
+    PEs may be one step apart: continue all of them from the same step, such as that of a checkpoint.
+
     Raises:
         BootstrapError: a PE did not come within that time. The world is then lost, and all later calls are refused.
     """

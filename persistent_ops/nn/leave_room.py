@@ -30,9 +30,11 @@ _LARGEST_CLUSTER = 8  # a larger number from the environment counts as this
 def leave_room(*groups: DistributedDataParallel | dist.ProcessGroup, num_sms: int) -> None:
     """Leave SMs to NCCL, so that its collectives and this world's launches fit on the GPU together, in any order.
 
-        options = torch.distributed.ProcessGroupNCCL.Options() options.config.max_ctas, options.config.cga_cluster_size
-        = 8, 1 torch.distributed.init_process_group("nccl", pg_options=options) ... po.nn.leave_room(ddp, num_sms=8)  #
-        once, before CUDA graphs are captured
+        options = torch.distributed.ProcessGroupNCCL.Options()
+        options.config.max_ctas, options.config.cga_cluster_size = 8, 1
+        torch.distributed.init_process_group("nccl", pg_options=options)
+        ...
+        po.nn.leave_room(ddp, num_sms=8)  # once, before CUDA graphs are captured
 
     NCCL's kernels and this package's launches both stay on the GPU until those of the other PEs come. Without room for
     both, one could block on one GPU what the other waits for on another GPU. After this call, each launch of this PE

@@ -17,7 +17,8 @@ __all__ = ["average_in_order", "order_all_reduce"]
 def order_all_reduce(module: DistributedDataParallel) -> None:
     """Average the gradients of a DistributedDataParallel in one order with the package's launches.
 
-        po.nn.order_all_reduce(ddp)  # once loss(ddp(dense, embeddings(values, lengths))).backward()  # in every step
+        po.nn.order_all_reduce(ddp)  # once
+        loss(ddp(dense, embeddings(values, lengths))).backward()  # in every step
 
     The group's kernels (NCCL's) and this package's launches, such as the update of tables, both stay on the GPU until
     those of the other PEs come. Without an order, one could block on one GPU what the other waits for on another GPU.

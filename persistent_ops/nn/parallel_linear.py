@@ -523,7 +523,7 @@ class RowParallelLinear(_ParallelLinear):
         if not (distributed.is_available() and distributed.is_initialized()):
             raise RuntimeError(
                 "RowParallelLinear: this number of vectors takes the unfused path, which needs torch.distributed. "
-                "Call init_process_group on every PE, pass fewer vectors at a time, or pass "
+                "Use po.process_group() on every PE, pass at most 16 vectors at a time, or pass "
                 "wire_dtype=weight.dtype."
             )
         size, rank = distributed.get_world_size(self._group.group), distributed.get_rank(self._group.group)

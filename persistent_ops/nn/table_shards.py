@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..runtime.torch_private import wrapper_subclass
 from ..runtime.world import World
@@ -29,6 +30,10 @@ _SAVED_IN_PART = (
     "TableShards: what is pickled has this PE's part of the table alone, and torch.save on one PE loses those of the "
     "others. Save with torch.distributed.checkpoint.save, called by all PEs. Or call torch.save on every PE, with a "
     "file for each: these files load with the same placement on as many PEs."
+)
+_SAVED_ALONE = (
+    "TableShards: torch.distributed.checkpoint saves without a process group, so each PE takes itself for the whole "
+    "job and overwrites the files of the others. Save inside of `with po.process_group():`, on all PEs."
 )
 _COPYING = {_aten.clone.default, _aten._to_copy.default}
 
@@ -127,12 +132,16 @@ class TableShards(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what is pickled: the blocks, which are checked, and no check; warn where other PEs have more."""
         if self._check is None:
-            if sum(block.numel() for _, block in self._shards) < math.prod(self.shape):
+            if self._is_part():
                 warnings.warn(_SAVED_IN_PART, stacklevel=2)
             return super().__reduce_ex__(protocol)
         self.check_whole()
         plain = TableShards(self.shape, self._shards, dtype=self.dtype, device=self.device, remark=self._remark)
         return plain.__reduce_ex__(protocol)
+
+    def _is_part(self) -> bool:
+        """Return whether other PEs have blocks of the tensor."""
+        return sum(block.numel() for _, block in self._shards) < math.prod(self.shape)
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
         """Return its size, with the remark, or that of a dimension."""
@@ -229,6 +238,8 @@ class TableShards(torch.Tensor):
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         self.check_whole()
+        if self._is_part() and not dist.is_initialized():
+            warnings.warn(_SAVED_ALONE, stacklevel=2)
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),

@@ -8,11 +8,13 @@ import itertools
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from kept_pes import in_processes
 from sharded_embedding_cases import PlainCollection, one_each as _lookups, one_table as _module
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -105,6 +107,21 @@ def test_saving_one_pes_part_warns() -> None:
     for partial, whole, copied, copied_whole in in_processes(_saved_by_one_pe, 2, timeout=200):
         assert copied == partial and copied_whole == whole == ""
         assert "torch.save on one PE loses those of the others" in partial and "distributed.checkpoint.save" in partial
+
+
+def _saved_without_a_group(folder: Path) -> str:
+    """Return what saving through torch.distributed.checkpoint warns of, where each PE takes itself for the job."""
+    tables = [("a", 13, 8, ["x"]), ("b", 13, 8, ["y"])]
+    with world_of("host", has_group=False), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=8).state_dict()
+        dcp.save(state, checkpoint_id=folder / str(po.rank()), no_dist=True)
+    return " ".join(str(each.message) for each in caught)
+
+
+def test_saving_without_a_process_group_warns(tmp_path: Path) -> None:
+    for said in in_processes(_saved_without_a_group, 2, tmp_path, timeout=200):
+        assert "overwrites the files of the others" in said and "po.process_group()" in said
 
 
 def _through_get_state_dict() -> list[Any]:
