@@ -12,6 +12,7 @@ from ..runtime.compile.literals import vector_bytes
 from ..runtime.errors import to_raise
 from ..runtime.overlap import check_apart
 from ..runtime.plain_call import require_plain
+from ..runtime.tensor_specs import TensorSpec, TensorSpecs
 from ..runtime.torch_library import TorchOperator
 from ..runtime.uncompiled import uncompiled
 from ..runtime.work import Work
@@ -222,9 +223,10 @@ def _check_into(
     **outputs: torch.Tensor,
 ) -> None:
     # A meta tensor would go to the fake kernel unseen.
-    check_entries(indices, values, num_rows, _world.current().backend.device)
+    device = _world.current().backend.device
+    check_entries(indices, values, num_rows, device)
     check_choices(op, algorithm, ALGORITHMS[:-1])
-    _check_buffers(values, count, **outputs)
+    _BUFFERS.check(device, values, outputs["out_values"], outputs["out_indices"], outputs["out_count"], count)
     refuse_gradient(values, outputs["out_values"])
 
 
@@ -264,60 +266,29 @@ def refuse_gradient(*tensors: torch.Tensor) -> None:
         raise NotImplementedError(_NO_GRADIENT)
 
 
+_ENTRIES = TensorSpecs(
+    TensorSpec("indices", "n", (torch.int32, torch.int64), is_contiguous=False),
+    TensorSpec("values", "n ...", is_contiguous=False),
+)
+_BUFFERS = TensorSpecs(
+    TensorSpec("values", "n ..."),
+    TensorSpec("out_values", "capacity ...", "values"),
+    TensorSpec("out_indices", "capacity", (torch.int64,)),
+    TensorSpec("out_count", "1", (torch.int64,)),
+    TensorSpec("count", "1", (torch.int64,)),
+)
+
+
 def check_entries(
     indices: torch.Tensor, values: torch.Tensor, num_rows: int, device: torch.device
 ) -> tuple[int, tuple[int, ...]]:
     """Return n and the rows' shape; raise for entries that the kernel does not take."""
     if not isinstance(num_rows, int) or isinstance(num_rows, bool):
         raise TypeError(f"num_rows: expected a whole number, got {num_rows!r}")
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"indices: expected int32 or int64, got {indices.dtype}")
-    if indices.dim() != 1:
-        raise ValueError(f"indices: expected [n], got shape {list(indices.shape)}")
-    if values.dim() < 1 or values.shape[0] != indices.shape[0]:
-        raise ValueError(f"values: expected [{indices.shape[0]}, ...], as many as indices, got {list(values.shape)}")
-    check_values("values", values.dtype, values.device, device)
-    if indices.device != device:
-        raise ValueError(f"indices: expected a tensor on {device}, got one on {indices.device}")
+    _ENTRIES.check(device, indices, values)
     check_num_rows("num_rows", num_rows)
     check_num_entries("indices", indices.shape[0])
     return indices.shape[0], tuple(values.shape[1:])
-
-
-def _check_buffers(
-    values: torch.Tensor,
-    count: torch.Tensor | None,
-    out_indices: torch.Tensor,
-    out_values: torch.Tensor,
-    out_count: torch.Tensor,
-) -> int:
-    """Return the capacity; raise for buffers that do not go together."""
-    row_shape = tuple(values.shape[1:])
-    if tuple(out_values.shape[1:]) != row_shape or out_values.dim() < 1:
-        raise ValueError(
-            f"out_values: expected [capacity, {', '.join(map(str, row_shape))}], got {list(out_values.shape)}"
-        )
-    capacity = out_values.shape[0]
-    if out_values.dtype != values.dtype:
-        raise TypeError(f"out_values: expected the values' dtype {values.dtype}, got {out_values.dtype}")
-    if out_values.device != values.device:
-        raise ValueError(f"out_values: expected a tensor on {values.device}, got one on {out_values.device}")
-    shapes = (("out_indices", out_indices, (capacity,)), ("out_count", out_count, (1,)), ("count", count, (1,)))
-    for name, tensor, shape in shapes:
-        if tensor is None:
-            continue
-        if tensor.dtype != torch.int64:
-            raise TypeError(f"{name}: expected int64, got {tensor.dtype}")
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-        if tensor.device != values.device:
-            raise ValueError(f"{name}: expected a tensor on {values.device}, got one on {tensor.device}")
-    for name, tensor in (("values", values), ("out_values", out_values), ("out_indices", out_indices)):
-        if not tensor.is_contiguous():
-            raise ValueError(
-                f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; pass {name}.contiguous()"
-            )
-    return capacity
 
 
 def _check_places(inputs: dict[str, torch.Tensor | None], outputs: dict[str, torch.Tensor]) -> None:
@@ -358,9 +329,10 @@ def _run_into(
     out_count: torch.Tensor,
 ) -> None:
     world = _world.for_call()
+    device = world.backend.device
     check_choices(op, algorithm, ALGORITHMS[:-1])
-    _, row_shape = check_entries(indices, values, num_rows, world.backend.device)
-    capacity = _check_buffers(values, count, out_indices, out_values, out_count)
+    _, row_shape = check_entries(indices, values, num_rows, device)
+    capacity = _BUFFERS.check(device, values, out_values, out_indices, out_count, count)["capacity"]
     output_offset = world.heap.offset_of(out_values, "out_values")
     outputs = {"out_indices": out_indices, "out_values": out_values, "out_count": out_count}
     _check_places({"indices": indices, "values": values, "count": count}, outputs)
@@ -390,7 +362,7 @@ def _fake_into(
     out_count: torch.Tensor,
 ) -> None:
     check_choices(op, algorithm, ALGORITHMS[:-1])
-    _check_buffers(values, count, out_indices, out_values, out_count)
+    _BUFFERS.check(None, values, out_values, out_indices, out_count, count)
 
 
 _operator = TorchOperator(

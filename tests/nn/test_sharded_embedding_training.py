@@ -280,7 +280,7 @@ def _fixed_options() -> list[Any]:
 
 def test_only_the_rate_may_change() -> None:
     refused = [["NotImplementedError"] * 3, ["ValueError", True]] * 3
-    expected = [*refused, ["a ShardedEmbeddingBagCollection is one of a "[:40]]]
+    expected = [*refused, ["a ShardedEmbeddingBagCollection belongs to its "[:40]]]
     assert in_world(_fixed_options, 1, "host") == [expected]
 
 
