@@ -63,7 +63,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     assert all(line["failures"] == [] and 0 < line["largest_share_of_bound"] <= 1 for line in checks)
     assert (tmp_path / "gemv_all_reduce.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "over best" in printed and "over cuBLAS" in printed
+    assert "speedup" in printed and "over cuBLAS" in printed
     assert "say nothing about GPUs" in printed
     assert "WRONG" not in printed
 

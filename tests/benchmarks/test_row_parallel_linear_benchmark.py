@@ -31,7 +31,7 @@ def test_measures_every_method_and_records_it(tmp_path: Path, capsys: pytest.Cap
     assert [line["failures"] for line in lines_of(tmp_path, "check")] == [[], []]
     assert (tmp_path / "row_parallel_linear.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "correct" in printed and "over best" in printed and "say nothing about GPUs" in printed
+    assert "correct" in printed and "speedup" in printed and "say nothing about GPUs" in printed
 
 
 @pytest.mark.parametrize("method", ["layer", "product"])
