@@ -457,7 +457,7 @@ def errors_program(backend: str) -> list[str]:
             (TypeError, lambda: Column(8, 4, device="meta")(absent.half()), f"x: {other_dtype}"),
             (ValueError, lambda: Row(8, 4, device="meta")(absent[:, :4]), f"x: expected a tensor {on}, {elsewhere}"),
             (ValueError, lambda: Row(8, 4, algorithm="ring"), f"algorithm: {one_of} 'two_shot', got 'ring'"),
-            (RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half()), "Call init_process_group on every PE"),
+            (RuntimeError, lambda: Row(8, 4, dtype=torch.float16)(big.half()), "Use po.process_group() on every PE"),
             (
                 NotImplementedError,
                 lambda: row(big.clone().requires_grad_()),
