@@ -1,4 +1,4 @@
-"""Curves of a training's losses, which the trainings of this folder share."""
+"""Curves of a training's losses. The trainings of this folder share this module."""
 
 from __future__ import annotations
 

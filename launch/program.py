@@ -1,4 +1,4 @@
-"""What the programs of this folder share: common options, what is looked at first, how PEs start and a run may end."""
+"""The common parts of this folder's programs: shared options, first checks, the start of PEs, the end of a run."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def hardware_of(report: dict[str, Any]) -> str:
 
 
 def caveat(report: dict[str, Any]) -> list[str]:
-    """Return a line where the times of such a report say little."""
+    """Return a warning line if the times of such a report mean little."""
     if report["backend"] == "host":
         return ["[yellow]The PEs are processes that share this machine's cores: times say nothing about GPUs[/]"]
     if report["shares_gpu"]:
@@ -240,12 +240,12 @@ def caveat(report: dict[str, Any]) -> list[str]:
 
 
 def append_record(path: Path | None, program: str, argv: list[str], report: dict[str, Any]) -> bool:
-    """Append a line with everything to the file of --json, if there is one; return whether it took it, and tell."""
+    """Append a line with everything to --json's file, if given. Print an error and return False if that fails."""
     ran = shlex.join(["python", f"launch/{program}.py", *argv])
     try:
         if path is not None:
             append_line(path, {**what_ran(ran), **report})
-    except OSError as error:  # the run behind it may have taken hours
+    except OSError as error:  # the finished run may have taken hours
         print(f"error: --json: {error}", file=sys.stderr)
         return False
     return True

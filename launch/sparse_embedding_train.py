@@ -6,8 +6,8 @@
     python launch/sparse_embedding_train.py --resume --steps 800  from the checkpoint of the run before
     launch/torchrun.sh 8 python launch/sparse_embedding_train.py --batch 65536 --dim 256
 
-Exits with 1 where losses are not those of one process, or the run was cut off; with 2 where an option, the text or the
-checkpoint is wrong.
+Exits with 1 where losses differ from one process's losses, or the run was cut off; with 2 where an option, the text or
+the checkpoint is wrong.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
         argv: the options, without the program's name.
 
     Returns:
-        0, 1 where losses are not those of one process, 2 where an option, the text or the checkpoint is wrong; others
-        see `program.command`.
+        0, 1 where losses differ from one process's losses, 2 where an option, the text or the checkpoint is wrong;
+        others see `program.command`.
     """
     arguments = _parser().parse_args(argv)
     options = _options(arguments)

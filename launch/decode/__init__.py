@@ -1,1 +1,1 @@
-"""The decode loop: a Llama-shaped decoder, tensor-parallel over the PEs, and what its row-parallel layers can be."""
+"""The decode loop: a Llama-shaped decoder, tensor-parallel over the PEs, and several kinds of row-parallel layers."""

@@ -1,4 +1,4 @@
-"""The decoder's small functions between the matrix products, plain or compiled into one kernel each."""
+"""The decoder's small functions between the matrix products, plain or each compiled into one kernel."""
 
 from __future__ import annotations
 

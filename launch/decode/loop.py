@@ -1,4 +1,4 @@
-"""What one PE of the decode loop does: build its share, prefill, record one step per method, compare, measure."""
+"""The work of one PE of the decode loop: load its part, prefill, record a step per method, compare, measure."""
 
 from __future__ import annotations
 

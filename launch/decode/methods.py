@@ -1,9 +1,9 @@
-"""The products of half a layer: a column-parallel one opens it, a row-parallel one and its sum over the PEs close it.
+"""The methods: the matrix products of half a layer. A column-parallel product begins it. A row-parallel one ends it.
 
-All methods work on the same weights. "fused" is po.nn.ColumnParallelLinear and po.nn.RowParallelLinear with the
-residual inside; "fused sums" the latter alone; "fused norm" the former, then a cuBLAS product and
-po.all_reduce_rms_norm; "flashinfer" is the same with FlashInfer's kernel; the others are cuBLAS products and
-somebody's all-reduce, whose result is added to the residual in one kernel with the norm.
+All methods use the same weights. "fused" is po.nn.ColumnParallelLinear and po.nn.RowParallelLinear with the residual
+inside. "fused sums" is po.nn.RowParallelLinear alone. "fused norm" is po.nn.ColumnParallelLinear, then a cuBLAS product
+and po.all_reduce_rms_norm. "flashinfer" is "fused norm" with FlashInfer's kernel. The others are cuBLAS products and
+another library's all-reduce. One kernel then adds the residual and applies the norm.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class FusedSums(Method):
 
 
 class Fused(FusedSums):
-    """The same behind po.nn.ColumnParallelLinear, which multiplies up to 16 rows by po.gemv."""
+    """The same after po.nn.ColumnParallelLinear, which multiplies up to 16 rows by po.gemv."""
 
     def open(self, linear: Any, x: torch.Tensor) -> torch.Tensor:
         """Open half a layer; see `Method`."""

@@ -1,4 +1,4 @@
-"""A Llama-shaped decoder, tensor-parallel over the PEs, and what a sequence leaves behind while it is decoded."""
+"""A Llama-shaped decoder, tensor-parallel over the PEs, and the state that decoding keeps for a sequence."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class Decoder:
     def _hidden(
         self, tokens: torch.Tensor, positions: torch.Tensor, sequences: Sequences, method: Method, kernels: Kernels
     ) -> torch.Tensor:
-        """Run tokens `[N, T]` through the layers; returns `[N*T, hidden]` behind the final norm."""
+        """Run tokens `[N, T]` through the layers; returns `[N*T, hidden]` after the final norm."""
         residual = F.embedding(tokens.flatten(), self._embedding)
         normed = kernels.norm(residual, self._norms[0])
         for number, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""What the decode loop can be asked for."""
+"""The options of the decode loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode loop's result, as one table."""
+"""The result of the decode loop, as one table."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def passed(report: dict[str, Any]) -> bool:
-    """Tell whether all methods' results agree as far as their rounding allows."""
+    """Return whether all methods' results agree as far as their rounding allows."""
     return not problems(report)
 
 

@@ -1,4 +1,4 @@
-"""Where a PE's weights come from: drawn, or read from safetensors files, in both cases only its own part."""
+"""The weights of a PE: drawn, or read from safetensors files. In both cases only the PE's own part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WeightSource(Protocol):
             shape: of the whole.
             dim: that is cut.
             first: index in that dimension where the part begins.
-            last: index behind its end; None for the whole parameter.
+            last: index after its end; None for the whole parameter.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The next batch, which comes to the device while the present one is computed with."""
+"""The next batch, which is copied to the device during the computation of the present batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sent:
         batch: this PE's samples.
         batch_size: samples of the global batch.
         lookups: what the embedding module is called with; None where they are not sent ahead.
-        copied: on a GPU, behind what brings the batch there.
+        copied: on a GPU, an event after the batch's copies.
     """
 
     batch: Batch

@@ -1,4 +1,4 @@
-"""Which samples make up a batch: a function of seed, epoch and batch, shared out over the PEs."""
+"""The samples of a batch: a function of seed, epoch and batch. The PEs share a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Batches:
         batch_size: of the global batch.
         rank: of this PE.
         world_size: that share a batch; their shares differ by one sample at most.
-        seed: of the order, which is drawn anew for each epoch; None for the source's own order.
+        seed: of the order; each epoch has another order; None for the source's own order.
         shuffle_block: consecutive samples that stay together when the order is drawn. 1 shuffles samples; some hundred
             turn a large memory-mapped file into longer reads, and need as much less memory for the order.
         index_dtype: of values and lengths, torch.int64 or torch.int32. Where files have int32, so should batches.
@@ -97,7 +97,7 @@ class Batches:
         return self._rest if self._rest and batch == self.num_batches - 1 else self.batch_size
 
     def numbers(self, epoch: int, batch: int) -> IntArray:
-        """Return the numbers of this PE's samples, in order; those of the PEs make up the global batch by rank."""
+        """Return the numbers of this PE's samples, in order. The global batch has the PEs' samples in order of rank."""
         if not 0 <= batch < self.num_batches or epoch < 0:
             raise ValueError(f"expected a batch of 0 to {self.num_batches - 1} of an epoch, got {batch} of {epoch}")
         splits = balanced_splits(self.size(batch), self._world_size)
@@ -123,7 +123,7 @@ class Batches:
         with ThreadPoolExecutor(self._num_readers, thread_name_prefix="batches") as readers:
             try:
                 while ahead or begin < end:
-                    while begin < end and len(ahead) <= self._num_readers:  # one to yield, and as many behind it
+                    while begin < end and len(ahead) <= self._num_readers:  # one to yield, and as many after it
                         ahead.append(readers.submit(self._load, begin, device))
                         begin = self.after(begin)
                     yield ahead.popleft().result().to(device)
@@ -135,7 +135,7 @@ class Batches:
         batch = self.read(*position)
         if device.type != "cuda":
             return batch
-        with torch.cuda.device(device):  # which is each thread's own, and at first that of PE 0
+        with torch.cuda.device(device):  # each thread has its own, at first PE 0's
             return batch.pinned()
 
     def _samples(self, epoch: int, places: IntArray) -> IntArray:
@@ -145,7 +145,7 @@ class Batches:
         order = self._epoch_order(epoch, self._seed)
         num_short = self.source.num_samples % self._block
         if num_short:
-            # The block at the file's end is short, and may stand anywhere: behind it, places are moved up.
+            # The block at the file's end is short, and may be at any place of the order: places after it move up.
             missing = self._block - num_short
             end_of_short = int(np.flatnonzero(order == len(order) - 1)[0]) * self._block + num_short
             places = np.where(places < end_of_short, places, places + missing)

@@ -1,8 +1,8 @@
 """Steps of a training as replays of one CUDA graph.
 
-A graph holds addresses, so all that a replay reads keeps its place: batches are copied into one set of buffers, and
-learning rates are tensors on the device. What cannot be captured is eager: the first steps, in which kernels are
-compiled, communicators connected and DistributedDataParallel makes its buckets; and the smaller last batch of an epoch.
+A graph holds addresses, so all that a replay reads stays at its address: batches are copied into one set of buffers,
+and learning rates are tensors on the device. Two kinds of steps are eager. In the first steps kernels are compiled,
+communicators connect and DistributedDataParallel makes its buckets. The last batch of an epoch is smaller.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .records import Batch
 
 __all__ = ["EAGER_STEPS", "CapturedStep", "StaticBatch", "StepGraph", "check_machine", "own_stream"]
 
-# DistributedDataParallel times its first ten passes by events whose times it reads in the next one, and makes its
-# buckets anew behind the first: a capture allows neither.
+# DistributedDataParallel times its first ten passes by events and reads their times in the next pass. It makes its
+# buckets again after the first pass. A capture allows neither.
 EAGER_STEPS = 11
 
 
@@ -60,7 +60,7 @@ class StaticBatch:
         most_lookups: that there is room for.
 
     Attributes:
-        batch: over the buffers. Its values behind the lookups that its lengths say are any.
+        batch: over the buffers. Values after the last lookup (see its lengths) are arbitrary.
     """
 
     def __init__(self, like: Batch, most_lookups: int) -> None:
@@ -125,7 +125,7 @@ class StepGraph:
 
 
 class CapturedStep:
-    """Makes a training's steps, of which all can be replays but the first ones and those of smaller batches.
+    """Makes a training's steps, replays of a graph but for the first steps and steps with smaller batches.
 
     The first `EAGER_STEPS` whole batches are eager, on the buffers of which the graph is to read; the next one is
     captured, and replayed. All PEs decide alike: by the size of the global batch, and by how many came before.
@@ -185,7 +185,7 @@ class CapturedStep:
         return self._graph.replay()
 
     def close(self) -> None:
-        """Give the graph back; the next whole batch is captured anew."""
+        """Give the graph back; the next whole batch is captured again."""
         graph, self._graph = self._graph, None
         if graph is not None:
             graph.close()

@@ -1,8 +1,8 @@
 """A training's state on disk: the dense part in one file, the tables through torch.distributed.checkpoint.
 
-A checkpoint is a folder step-N.X, which is complete once the file `latest` names it:
+A checkpoint is a folder step-N.X. It is complete as soon as the file `latest` names it:
 
-    training.pt    what all PEs have alike, written by rank 0
+    training.pt    the state that all PEs share, written by rank 0
     embedding/     tables and the states of their optimizer, each PE's part written by itself; another number of PEs
                    can read them where the module's state dicts say which part of a table a PE has
 """
@@ -29,7 +29,7 @@ from .embedding import EmbeddingModule
 __all__ = ["Progress", "load", "pointer", "save"]
 
 _POINTER = "latest"
-_ADDED = {"contents"}  # of identities: checkpoints of before do not tell
+_ADDED = {"contents"}  # of identities: older checkpoints lack them
 _WRITING = f"{_POINTER}.writing"  # a folder
 _COMPLETE = re.compile(r"step-\d+\.[0-9a-f]{8}")
 _FILE = "training.pt"

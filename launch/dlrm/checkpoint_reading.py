@@ -1,8 +1,8 @@
-"""Read a folder of torch.distributed.checkpoint without running code, or following paths, that its files hold.
+"""Read a folder of torch.distributed.checkpoint. Code and paths in its files are neither run nor followed.
 
 torch reads `.metadata`, a pickle, with `pickle.load`, and values that are no tensors with `weights_only=False`.
 `torch.load(weights_only=True)` cannot read `.metadata`: it takes pickles of protocol 2 alone, and torch writes a newer
-one there.
+protocol there.
 """
 
 from __future__ import annotations

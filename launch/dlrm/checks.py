@@ -1,4 +1,4 @@
-"""What all readers check of the samples that they have read; an error names file and record."""
+"""Checks of samples, common to all readers. An error names file and record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A synthetic click log whose best possible AUC is known: a teacher draws the labels."""
+"""A synthetic click log with a known best AUC: a teacher draws the labels."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class ClickLog:
 
     Args:
         num_samples: of the log.
-        num_rows: of the tables; MLPerf's where there is nothing else, those of more than 2000 rows with so many.
+        num_rows: of the tables; by default MLPerf's, but at most 2000 rows per table.
         hotness: lookups of each feature, in every sample; by default MLPerf's.
         seed: of everything.
         num_dense: dense columns, at least 1.
@@ -128,7 +128,7 @@ class ClickLog:
         return self._draw(numbers)[1]
 
     def best_auroc(self, first: int = 0, num_samples: int | None = None) -> float:
-        """Return the best AUC that a model can be expected to reach: that of the true probabilities, on these samples.
+        """Return the best AUC that a model can be expected to reach: the AUC of the true probabilities.
 
         Args:
             first: number of the first sample that counts.

@@ -1,9 +1,9 @@
-"""The same training with other tables: steps in turn, losses beside one another, times.
+"""The same training with other tables: steps take turns, losses and times are compared.
 
-Ways round differently, and a training magnifies that. Adagrad's first step moves a weight by the learning rate however
-small its gradient is, so where the gradient is little more than rounding, its sign decides; and steps that overshoot
-multiply what differs. All ways therefore begin every round with the same weights and states, and the losses of its
-first steps are compared.
+Ways (kinds of tables) round differently, and a training magnifies the difference. Adagrad's first step moves a weight
+by the learning rate even if its gradient is tiny; the sign of such a gradient may be due to rounding. Steps that
+overshoot multiply the difference. So all ways begin every round with the same weights and states, and the losses of the
+round's first steps are compared.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _Held = tuple[Batch, int]  # this PE's samples, and how many the global batch ha
 _LEAST_ROUNDS = 5  # of which the first is not timed
 _MOST_STEPS = 10  # of a round, which begins on GPUs that have nothing to do
 _COMPARED_STEPS = 3  # of a round
-_HELD_BATCHES = 8  # that are read beforehand, and come again
-# Relative, of losses within a round. The "mlperf" model from its first weights on (batch 160, host, bf16), against the
-# same with first rows that differ by a rounding of fp32: 2e-4 behind the first step, and behind a later one up to 10
-# times what it was before. The third loss of a round then differs by 2e-3; in fp32, where it begins with 1e-7, by 1e-6.
-# The tolerances are 10 times that.
+_HELD_BATCHES = 8  # read before the first step, then repeated
+# Relative, of losses within a round. Measured: the "mlperf" model from its first weights on (batch 160, host, bf16),
+# against the same model with first rows that differ by a rounding of fp32. Losses differ by 2e-4 after the first step,
+# and after each later step by up to 10 times more: the third loss by 2e-3. In fp32 they begin with 1e-7, and the third
+# differs by 1e-6. The tolerances are 10 times these.
 _TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 
 

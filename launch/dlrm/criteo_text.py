@@ -1,4 +1,4 @@
-"""Criteo's text format, as published: read into memory once."""
+"""Criteo's text format, as published. A file is read into memory once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The click logs that a training can be given."""
+"""The click logs for a training."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def open_data(options: Options) -> Data:
 
 
 def check_data(options: Options) -> None:
-    """Look at what can be looked at quickly, before PEs are started: one of them tells, and not each.
+    """Make the quick checks before PEs start, so that there is one error and not one per PE.
 
     Raises:
         ValueError: see `open_data`.

@@ -1,6 +1,6 @@
-"""The optimizer of the dense part: torch's, eager or in a CUDA graph, which reads rates from tensors on the device.
+"""The optimizer of the dense part: torch's, eager or in a CUDA graph. In a graph it reads rates from device tensors.
 
-Such a tensor is float32, and most rates are no float32: the group keeps the number itself beside it.
+Such a tensor is float32, and most rates are no float32: the group keeps the exact number beside the tensor.
 """
 
 from __future__ import annotations

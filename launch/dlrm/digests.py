@@ -1,4 +1,4 @@
-"""What tells data of the same name and size apart: a checkpoint goes on with those that it was made with."""
+"""Digests of data, to tell apart data of the same name and size. A checkpoint continues only with its own data."""
 
 from __future__ import annotations
 

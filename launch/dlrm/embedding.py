@@ -1,4 +1,4 @@
-"""What the training asks of an embedding module, and the plain one of a single process."""
+"""The interface that the training needs of an embedding module, and a plain module for a single process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MLPerf's files: a day is labels, dense columns and one-hot (.npy) or multi-hot (.npz) ids; all memory-mapped."""
+"""MLPerf's files: labels, dense columns and one-hot (.npy) or multi-hot (.npz) ids of each day; all memory-mapped."""
 
 from __future__ import annotations
 

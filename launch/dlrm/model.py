@@ -1,4 +1,4 @@
-"""The dense part of a DLRM: bottom MLP, interaction, top MLP. Pooled embeddings are an input of it."""
+"""The dense part of a DLRM: bottom MLP, interaction, top MLP. Pooled embeddings are an input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INTERACTIONS = ("dcn", "dot")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the dense part; the defaults are those of MLPerf's DLRM-DCNv2.
+    """Sizes of the dense part; the defaults are the sizes of MLPerf's DLRM-DCNv2.
 
     Attributes:
         dims: widths of the pooled embeddings, in the order of features.
@@ -28,7 +28,7 @@ class Sizes:
         bottom: widths of the bottom MLP's layers.
         top: widths of the top MLP's layers; the last one is the logit's, 1.
         interaction: "dcn", low-rank cross layers (Wang et al., DCN V2, WWW 2021, section 3.2.2); or "dot", products of
-            all pairs (Naumov et al., arXiv 1906.00091), where all widths must be that of the bottom MLP's last layer.
+            all pairs (Naumov et al., arXiv 1906.00091), all widths then equal the bottom MLP's last width.
         cross_layers, cross_rank: of "dcn".
     """
 
@@ -70,9 +70,9 @@ class DenseModel(nn.Module):
         "dcn": x_0 = [h, e_1, ..., e_T]; x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l; logit = top(x_L)
         "dot": logit = top([h, the products of all pairs of h, e_1, ..., e_T])
 
-    where the MLPs have sigma behind every layer but the top one's last. First weights are those of MLPerf's reference:
-    of a layer of an MLP uniform between -1/sqrt(fan_in) and 1/sqrt(fan_in), weight and bias alike; of a cross layer
-    normal by Glorot, with a bias of zeros.
+    where sigma follows every layer of the MLPs but the top MLP's last. First weights are the same as in MLPerf's
+    reference: in a layer of an MLP uniform between -1/sqrt(fan_in) and 1/sqrt(fan_in), weight and bias alike; in a
+    cross layer normal by Glorot, with a bias of zeros.
 
     Args:
         sizes: of the layers.

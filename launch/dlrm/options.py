@@ -1,4 +1,4 @@
-"""What the training of a DLRM can be asked for."""
+"""The options of the training of a DLRM."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Options:
         samples: of the synthetic log that train.
         evaluation_samples: that evaluate; of a file the last ones. A folder's validation set is MLPerf's.
         batch: samples of a step, on all PEs together.
-        epochs: to train until; a resumed training goes on to there.
+        epochs: to train until; a resumed training continues up to it.
         steps: to stop at, if that is earlier; None for all.
         placement: one of `PLACEMENTS`: tables whole on a PE, but for the model's slices; without these; or where
             measured costs put them.
@@ -114,8 +114,8 @@ class Options:
             nothing by it.
         is_compiled: whether torch.compile makes the dense part's kernels.
         is_captured: whether steps are replays of a CUDA graph, as far as they can be.
-        beside_nccl: one of `BESIDE_NCCL`: the dense part's sums and the tables' backward pass one behind the other, or
-            side by side in the room that launches leave.
+        beside_nccl: one of `BESIDE_NCCL`: the dense part's sums and the tables' backward pass one after the other, or
+                side by side in the room that launches leave.
         compare_steps: of each way, in a comparison that takes the training's place; 0 for the training.
         seed: of the log, the order of samples and all weights.
         backend: "auto", "cuda" or "host".
@@ -207,7 +207,7 @@ class Options:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """As the embedding collection takes it: None for that of its tables, float32."""
+        """As the embedding collection takes it: None for its tables' dtype, float32."""
         dtype = _DTYPES[self.wire or self.precision]
         return None if dtype == torch.float32 else dtype
 

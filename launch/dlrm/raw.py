@@ -29,7 +29,7 @@ class RawFile:
     """A file in HugeCTR's raw format: for each sample a label, 13 float32, and the int32 ids of all features in order.
 
     The label is an int32, as HugeCTR's conversion of MLPerf's files writes it, or a float32: 0 has the same bits in
-    both, and 1 tells them apart. With MLPerf's lookups a sample has 912 bytes.
+    both; 1 has not. With MLPerf's lookups a sample has 912 bytes.
 
     Args:
         path: of the file.
@@ -37,8 +37,8 @@ class RawFile:
         hotness: ids of each feature; the file itself does not say.
 
     Raises:
-        ValueError: the file's size is that of no number of records. A value that does not do is found, and named by
-            file and record, when its sample is read.
+        ValueError: the file's size is not a multiple of the record's size. A malformed value is found when its sample
+                is read; the error then names file and record.
         OSError: the file cannot be read.
     """
 

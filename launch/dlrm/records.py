@@ -1,4 +1,4 @@
-"""Click logs as numbered samples, whatever file they lie in, and the batches that are made of them."""
+"""Click logs as numbered samples, independent of the file's format, and the batches that are made of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Records:
 
     Attributes:
         dense: `[n, num_dense]`, float32, finite.
-        rows: `[n, sum of hotness]`, int32 or int64: the columns of feature 0, then those of feature 1, and so on. A
+        rows: `[n, sum of hotness]`, int32 or int64: the columns of feature 0, then of feature 1, and so on. A
             negative number is no lookup.
         labels: `[n]`, float32, 0 or 1.
     """
@@ -50,7 +50,7 @@ class Source(Protocol):
         """Return these samples, in this order; ValueError, with file and record, where one is malformed."""
 
     def identity(self) -> dict[str, Any]:
-        """Return what tells this source from others, what JSON can carry: a checkpoint of another is refused."""
+        """Return this source's identity, made of types of JSON: a checkpoint of another source is refused."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Batch:
     Attributes:
         dense: `[B, num_dense]`, float32.
         values: `[n]`, the rows looked up, as in TorchRec's KeyedJaggedTensor: all of feature 0, sample by sample, then
-            those of feature 1.
+                all of feature 1, and so on.
         lengths: `[T * B]`: how many of them feature t has in sample b is lengths[t * B + b]. Of the dtype of `values`.
         labels: `[B]`, float32.
     """
@@ -146,7 +146,7 @@ class Span:
 
 
 class Joined:
-    """Sources behind one another, such as the days of a log.
+    """Sources one after another, such as the days of a log.
 
     Args:
         sources: at least one; with the same columns and tables.

@@ -1,4 +1,4 @@
-"""What a training leaves to see: curves of loss and AUC as a PNG."""
+"""The picture of a training: curves of loss and AUC as a PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training or a comparison gave, for people."""
+"""The result of a training or a comparison, as text for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the tables find room: on the host a process that takes too much is killed, with whatever else runs there."""
+"""Check of the memory for the tables. On the host, a process that takes too much is killed, and others with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop: batches, forward, backward, both optimizers, evaluations, checkpoints; on one process or several."""
+"""The training loop: batches, forward, backward, both optimizers, evaluations, checkpoints. One process or several."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNTIMED_STEPS = 10  # in which kernels are compiled and memory is found
 
 @dataclass(frozen=True)
 class Plan:
-    """How long a training goes on, and what happens on the way.
+    """The length of a training, and what happens on the way.
 
     Attributes:
         epochs: to train until.
@@ -91,7 +91,7 @@ class Training:
         schedule: of the rates of both optimizers, whose rates so far are the base; None to leave them as they are.
         precision: of the dense part's products, torch.float32 or torch.bfloat16 (autocast).
         is_compiled: whether the dense part goes through torch.compile; evaluations do not.
-        is_captured: whether steps with whole batches are replays of a CUDA graph, behind the first ones
+        is_captured: whether steps with whole batches are replays of a CUDA graph, after the first steps
             (`CapturedStep`). The optimizer's rates are tensors on the device then, and its step can be captured; all is
             done on one stream, see `own_stream`; and `close` comes before the process group's end.
         watch: waits for the steps where the host wants losses, and raises what launches have reported, neither of which
@@ -177,11 +177,11 @@ class Training:
         """Train until the plan's end.
 
         Args:
-            plan: of the training; a resumed one goes on to its end.
+            plan: of the training; a resumed training continues to its end.
             show: called now and then with the number of steps and the last loss.
 
         Raises:
-            ValueError: the plan's end lies behind, a loss is not finite, or the data is malformed.
+            ValueError: the plan's end is already past, a loss is not finite, or the data is malformed.
         """
         end = self._end(plan)
         if self.position >= end:
@@ -199,7 +199,7 @@ class Training:
             batches: this PE's samples, and how many the global batch has.
 
         Yields:
-            This PE's share of the loss, behind each step.
+            This PE's share of the loss, after each step.
         """
         coming = iter(batches)
         sent = self._sender.send_next(coming)
@@ -277,9 +277,9 @@ class Training:
         self._shares.clear()
 
     def close(self) -> None:
-        """Give the CUDA graph back: NCCL's part of it must not outlive the process group. It is made anew if needed.
+        """Release the CUDA graph: NCCL's part of it must not outlive the process group. A later step captures again.
 
-        Steps that are still under way, behind an error, are waited for or ended.
+        Steps that are still under way after an error are waited for or ended.
         """
         if self._watch is not None:
             self._watch.close()
@@ -333,7 +333,7 @@ class Training:
         return self._captured.was_replay != self._captured.would_replay(self.batches.size(self.position[1]))
 
     def _are_timed(self, num_steps: int) -> bool:
-        """Return whether the last steps, so many and all of a kind, are of the kind whose time is told."""
+        """Return whether the last steps, so many and all of a kind, are of the kind whose time is reported."""
         if self._captured is not None:
             return self._captured.was_replay
         self._untimed -= num_steps
@@ -388,7 +388,7 @@ class Training:
         return min([left, *(each - self.step % each for each in every if each)])
 
     def _look_up(self, plan: Plan, *, is_last: bool) -> None:
-        """Evaluate and save where that is due behind a step."""
+        """Evaluate and save if either is due after a step."""
         if self._evaluation is not None and _is_due(self.step, plan.evaluate_every, is_last):
             self.history.evaluations.append(self.evaluate())
         if plan.folder is not None and _is_due(self.step, plan.checkpoint_every, is_last):

@@ -1,4 +1,4 @@
-"""A way to train the tables, and the model around it, from the options."""
+"""The module that trains the tables, and the model around it, made from the options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one PE of the training does: open the log, train or compare, report."""
+"""The work of one PE of the training: open the log, train or compare, report."""
 
 from __future__ import annotations
 

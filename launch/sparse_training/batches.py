@@ -1,4 +1,4 @@
-"""Batches as a function of seed and step alone: however many PEs there are, they share the same global batch."""
+"""Batches as a function of seed and step. The global batch does not depend on the number of PEs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Batch:
 class Batches:
     """The batches of a training.
 
-    Every word of the text is predicted once per epoch, in an order drawn anew for each.
+    Every word of the text is predicted once per epoch, in a new random order for each epoch.
 
     Args:
         corpus: the text.

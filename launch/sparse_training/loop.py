@@ -1,4 +1,4 @@
-"""What one PE of the training does: read, train, save, compare, measure."""
+"""The work of one PE of the training: read, train, save, compare, measure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class _Pe:
         self.step, self.losses = found.step, list(found.losses)
 
     def bits(self) -> str:
-        """Return what tells this PE's tables from others."""
+        """Return a digest of this PE's tables."""
         state = hashlib.sha256()
         for parameter in self.model.parameters():
             state.update(parameter.detach().cpu().numpy().tobytes())

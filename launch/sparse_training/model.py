@@ -18,7 +18,7 @@ class WordVectors(torch.nn.Module):
     Args:
         num_words: of the vocabulary.
         dim: of the vectors.
-        seed: of the first vectors; those of predicted words begin at zero.
+        seed: of the first vectors; vectors of predicted words begin at zero.
         device: of the tables.
     """
 

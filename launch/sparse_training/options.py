@@ -1,4 +1,4 @@
-"""What the training can be asked for."""
+"""The options of the training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Options:
         window: words before and words after that predict a word.
         negatives: words drawn against each predicted one.
         batch: predicted words of a step, on all PEs together.
-        steps: to train until; a resumed training goes on to there.
+        steps: to train until; a resumed training continues up to it.
         learning_rate: of SparseAdam.
         seed: of vectors, order and drawn words.
         backend: "auto", "cuda" or "host".

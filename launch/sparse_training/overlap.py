@@ -1,4 +1,4 @@
-"""How much of the exchange of gradients is behind the backward pass."""
+"""The part of the exchange of gradients that overlaps with the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training gave, for people."""
+"""The result of a training, for people."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 
 def differences(report: dict[str, Any]) -> tuple[float, float]:
-    """Return the largest relative differences of a loss and of a gradient's norm from those of one process."""
+    """Return the largest relative differences of a loss and of a gradient's norm from one process's values."""
     first, expected = report["first_step"], report["one_process"]
     losses = report["losses"][first : first + len(expected["losses"])]
     return _difference(losses, expected["losses"]), _difference(report["norms"], expected["norms"])
@@ -46,7 +46,7 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def passed(report: dict[str, Any]) -> bool:
-    """Tell whether the training gave what one process gives."""
+    """Return whether the training gave what one process gives."""
     return not problems(report)
 
 

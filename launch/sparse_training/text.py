@@ -1,4 +1,4 @@
-"""A text as numbers: reading, words, vocabulary."""
+"""A text as numbers: words are read, and counted into a vocabulary."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Corpus:
     num_bytes: int
 
     def digest(self) -> str:
-        """Return what tells two corpora apart."""
+        """Return the corpus's identity."""
         state = hashlib.sha256("\n".join(self.words).encode())
         state.update(self.stream.numpy().tobytes())
         return state.hexdigest()
