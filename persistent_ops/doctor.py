@@ -64,7 +64,7 @@ class Report:
         return [finding for finding in self.findings if finding.status == "missing" and backend in finding.needed_by]
 
     def can_run(self, backend: str) -> bool:
-        """Tell whether nothing that a backend needs is missing."""
+        """Return whether nothing that a backend needs is missing."""
         return not self.missing_for(backend)
 
     def as_dict(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class PeTimeline(NamedTuple):
         pe: its rank.
         launches: one entry for each CTA of each launch, in order of start.
         dropped: number of CTAs whose timeline found no room.
-        clock_error: largest error of times relative to those of PE 0.
+        clock_error: largest error of times relative to PE 0's times.
     """
 
     pe: int
@@ -252,8 +252,8 @@ def trace(path: str | os.PathLike[str] | None = None, *, capacity: int = 64 << 2
         PeerTimeoutError: not all PEs start to trace.
         BootstrapError: at the end, on other PEs: PE 0 has ended, or needs more than ten minutes for the file.
 
-    At the end every PE waits for its own launches, for those of the others, and for PE 0 to write the file. Round trips
-    at both ends align the PEs' clocks; the file states their largest error.
+    At the end every PE waits for its own launches, for the other PEs' launches, and for PE 0 to write the file. Round
+    trips at both ends align the PEs' clocks; the file states their largest error.
     """
     world = _world.for_call()
     capacity = as_whole_number(capacity, f"capacity: expected a whole number of bytes, got {capacity!r}")

@@ -115,7 +115,7 @@ class Options:
         is_compiled: whether torch.compile makes the dense part's kernels.
         is_captured: whether steps are replays of a CUDA graph, as far as they can be.
         beside_nccl: one of `BESIDE_NCCL`: the dense part's sums and the tables' backward pass one after the other, or
-                side by side in the room that launches leave.
+            side by side in the room that launches leave.
         compare_steps: of each way, in a comparison that takes the training's place; 0 for the training.
         seed: of the log, the order of samples and all weights.
         backend: "auto", "cuda" or "host".

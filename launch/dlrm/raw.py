@@ -38,7 +38,7 @@ class RawFile:
 
     Raises:
         ValueError: the file's size is not a multiple of the record's size. A malformed value is found when its sample
-                is read; the error then names file and record.
+            is read; the error then names file and record.
         OSError: the file cannot be read.
     """
 

@@ -60,7 +60,7 @@ class Batch:
     Attributes:
         dense: `[B, num_dense]`, float32.
         values: `[n]`, the rows looked up, as in TorchRec's KeyedJaggedTensor: all of feature 0, sample by sample, then
-                all of feature 1, and so on.
+            all of feature 1, and so on.
         lengths: `[T * B]`: how many of them feature t has in sample b is lengths[t * B + b]. Of the dtype of `values`.
         labels: `[B]`, float32.
     """

@@ -18,7 +18,7 @@ __all__ = ["exchange_hidden", "passed", "print_report"]
 
 
 def passed(reports: Sequence[PeReport], *, dtype: str) -> bool:
-    """Tell whether every PE's output agrees with the reference."""
+    """Return whether every PE's output agrees with the reference."""
     return all(report.relative_difference <= TOLERANCE[dtype] for report in reports)
 
 

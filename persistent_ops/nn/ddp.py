@@ -138,7 +138,7 @@ class _Exchange:
 
 
 class _Pending(dict[int, _Exchange]):
-    """Those of a backward pass, by the parameter's id."""
+    """The exchanges of a backward pass, by the parameter's id."""
 
     def forget(self) -> None:
         """Drop them: their launches were given up."""

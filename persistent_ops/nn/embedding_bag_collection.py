@@ -456,7 +456,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         forward pass of the current batch. On a stream of its own, it waits only for that stream and for earlier
         launches.
 
-        Args: those of `forward`. Do not change them until the backward pass, since replicated tables read them there.
+        Args: the arguments of `forward`. Do not change them until the backward pass: replicated tables read them there.
         Whether weights get gradients is decided here: under no_grad they get none.
 
         Returns:
@@ -616,7 +616,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 try:
                     lookups.wait(among=sent)
                 except (IndexError, CapacityError) as error:
-                    # Told when the peers, which wait for this PE, have what they need.
+                    # Raised later: the peers wait for this PE, so it first completes the exchange.
                     problem = problem or to_raise(error)
                 if is_copied:
                     pooled.append(pool_copies(pool, lookups))
@@ -651,7 +651,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
                 each.grad_fn.register_hook(functools.partial(forward_pass.updated, lookups))
 
     def _as_on_the_wire(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Round what this PE has pooled itself as that of tables elsewhere is."""
+        """Round what this PE has pooled itself as the rows of other PEs' tables are rounded."""
         is_narrowed = self._wire_dtype is not None and pooled.dtype == torch.float32
         return pooled.to(self._wire_dtype) if is_narrowed else pooled
 

@@ -41,8 +41,8 @@ _States = tuple[int, tuple[torch.Tensor, ...]]  # of a slice: its number, and it
 class EmbeddingBagOptimizer(torch.optim.Optimizer):
     """Holds the states of a `ShardedEmbeddingBagCollection`'s tables; the backward pass updates the rows.
 
-    So `step` and `zero_grad` only copy ``param_groups[0]["lr"]`` to the device, where kernels read it, also those of a
-    CUDA graph. The collection's forward pass does so too, outside of a capture. Step a scheduler of torch's after
+    So `step` and `zero_grad` only copy ``param_groups[0]["lr"]`` to the device, where kernels read it, also in a CUDA
+    graph. The collection's forward pass does so too, outside of a capture. Step a scheduler of torch's after
     `step()`, as with torch's optimizers. In a capture, a rate on the host (a number or a tensor) is not copied: call
     one of these functions before a replay. A rate in a tensor on the device is copied by every replay of a graph that
     contains one of the calls.
@@ -233,7 +233,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"] = group["lr"].detach().clone()  # loading fills this one's own
         group["params"] = list(state)
-        # As the kernel has multiplied them, so that what is loaded goes on with the same bits.
+        # As the kernel has multiplied them, so that training continues with the same bits after loading.
         group["beta_powers"] = self._optimizers[0]._beta_powers.tolist()
         group["step"] = int(self._optimizers[0].step_count)
         group["optimizer"] = self._saved_as

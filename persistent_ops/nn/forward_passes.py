@@ -117,11 +117,11 @@ class _Waiting(NamedTuple):
 
 
 class ForwardPasses:
-    """Those of a module that wait, the oldest first.
+    """A module's forward passes whose backward passes have not run, the oldest first.
 
     Args:
         world: of the module.
-        optimizer: of its tables; the rate that it has when a gradient comes is that of the update.
+        optimizer: of its tables; an update uses the rate that the optimizer has when the gradient comes.
 
     Attributes:
         have_updated: whether a backward pass has updated tables since this was last set to False.

@@ -36,7 +36,7 @@ def leave_room(*groups: DistributedDataParallel | dist.ProcessGroup, num_sms: in
         ...
         po.nn.leave_room(ddp, num_sms=8)  # once, before CUDA graphs are captured
 
-    NCCL's kernels and this package's launches both stay on the GPU until those of the other PEs come. Without room for
+    NCCL's kernels and this package's launches both stay on the GPU until the other PEs' ones come. Without room for
     both, one could block on one GPU what the other waits for on another GPU. After this call, each launch of this PE
     has at most one CTA for each of the other SMs, and NCCL's kernels have at most as many CTAs as the SMs that are
     left. Wherever all of them lie, the next CTA finds an empty SM. So the two need no order (`order_all_reduce`), and

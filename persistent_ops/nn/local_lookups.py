@@ -26,7 +26,7 @@ class LocalLookups(NamedTuple):
     weights: torch.Tensor | None
 
     def for_backward(self) -> LocalLookups:
-        """Return them, in tensors that autograd may save: of those of torch.inference_mode a copy."""
+        """Return lookups that autograd may save: tensors of torch.inference_mode are copied."""
         return LocalLookups(
             *(each.clone() if each is not None and each.is_inference() else each for each in self)  # type: ignore[arg-type]
         )
@@ -133,7 +133,7 @@ class SlotFeatures:
         """Return the lookups of the slots, one slot after the other; no wait on the host.
 
         Args:
-            given: those of all features.
+            given: lookups of all features.
             lengths: of these, as `counted_lengths` returns them.
             room: indices of the result. Where there are more, those at the end are left out.
         """

@@ -21,7 +21,7 @@ def order_all_reduce(module: DistributedDataParallel) -> None:
         loss(ddp(dense, embeddings(values, lengths))).backward()  # in every step
 
     The group's kernels (NCCL's) and this package's launches, such as the update of tables, both stay on the GPU until
-    those of the other PEs come. Without an order, one could block on one GPU what the other waits for on another GPU.
+    the other PEs' ones come. Without an order, one could block on one GPU what the other waits for on another GPU.
     With this hook, buckets still travel while autograd computes the next ones. Buckets, and what is computed after
     them, come after the launches that were made before (such as an exchange of lookups for the next batch). Launches
     that are made later come after the buckets, on all streams. So all PEs have one order, the order of the calls, also

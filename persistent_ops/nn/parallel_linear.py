@@ -175,7 +175,7 @@ class _ParallelLinear(torch.nn.Module):
         return full.narrow(self.sharded_dim, first, last - first)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Take the parameters of a whole `nn.Linear`, of which this PE's shard is cut, or those of this very shard."""
+        """Take the parameters of a whole `nn.Linear`, from which this PE's shard is cut, or of this very shard."""
         shapes = {"weight": (self.out_features, self.in_features), "bias": (self.out_features,)}
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             found = state_dict.get(prefix + name)
@@ -204,7 +204,7 @@ class _ParallelLinear(torch.nn.Module):
             linear: the same on every PE; on any device. It is not changed and not kept.
             splits: see the class.
             device: of the shard; None for `po.device()`.
-            dtype: of the shard; None for that of `linear`.
+            dtype: of the shard; None for `linear`'s.
             options: the other keyword arguments of the class.
 
         Raises:

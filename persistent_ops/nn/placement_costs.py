@@ -23,7 +23,7 @@ _MEASURED = Operator("measurement of what placements of tables cost", (), has_ke
 _COPIED_BYTES = {"cuda": 256 << 20, "host": 32 << 20}  # beyond caches
 _SUMMED_BYTES = {"cuda": 16 << 20, "host": 1 << 20}
 _ROUNDS, _CALLS = 10, 3
-_REPLICA_LAUNCHES = 5  # beside those of spread tables: lookup, sort, sums, their all-reduce, update
+_REPLICA_LAUNCHES = 5  # besides the launches for spread tables: lookup, sort, sums, their all-reduce, update
 _INDEX_BYTES = 4  # as lookups travel, for tables below 2^31 rows
 # What was measured beside the bytes of rows, as bytes of a copy (docs/lessons.md, "embedding_all_to_all").
 _LOOKUP_BYTES = 64  # of a lookup that arrives, and that a row is read for

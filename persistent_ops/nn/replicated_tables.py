@@ -35,10 +35,10 @@ class LocalBatch(NamedTuple):
 
     Attributes:
         given: lookups of all features.
-        chosen: those of each group.
-        findings: what they are like; None in a CUDA-graph capture.
-        weights: those given, where a backward pass is to give them a gradient; else None.
-        begun: where in a stream of the device that was launched; None on the host.
+        chosen: lookups of each group.
+        findings: of the check of these lookups; None in a CUDA-graph capture.
+        weights: the given weights, if a backward pass is to give them a gradient; else None.
+        begun: the place in a stream of the device where the work was launched; None on the host.
     """
 
     given: Features
@@ -48,7 +48,7 @@ class LocalBatch(NamedTuple):
     begun: Moment | None = None
 
     def take_over(self) -> None:
-        """Let the current stream read it, which may be another one than that of `ReplicatedTables.begin`."""
+        """Let the current stream read the batch; `ReplicatedTables.begin` may have run on another stream."""
         if self.begun is None:
             return
         self.begun.order_behind()
@@ -73,7 +73,7 @@ class ReplicatedTables:
         max_batch: the most samples that a PE passes.
         lookups_per_sample: of each feature, by name: estimates, of which room for lookups comes.
         bounds: "fatal" or "ignore", of bad lookups.
-        optimizer, options, rounding: of `EmbeddingOptimizer`; the rounding that of tables of 16 bits.
+        optimizer, options, rounding: of `EmbeddingOptimizer`; the rounding is for tables of 16 bits.
         scale: factor of the summed gradients.
 
     Attributes:

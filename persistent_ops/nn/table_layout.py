@@ -37,8 +37,8 @@ class Group:
 
     Attributes:
         pooling, dtype: of the tables.
-        slots: of every PE, those with the most lookups first, then in the order of its tables, slices and features; of
-            replicated tables those of one PE, which all have, in that order alone.
+        slots: of every PE: slots with the most lookups first, then in the order of its tables, slices and features. For
+            replicated tables: the slots of one PE, since all PEs have the same, in that order alone.
     """
 
     pooling: str
@@ -72,9 +72,9 @@ class Layout:
         features: names, in the order of inputs: as they occur first.
         owners: of every table's slices; none of a replicated table.
         groups: see `Group`, of tables that are spread over the PEs.
-        replicated: the same, of those that every PE has.
-        outputs: for every block of the result's columns its group, those of replicated tables counted after the
-            others, and its number among the group's slots.
+        replicated: the same, of tables that every PE has.
+        outputs: for every block of the result's columns its group and its number among the group's slots. Groups of
+            replicated tables are counted after the others.
         names, dims: of the result's features, and their columns.
         costs: that owners were chosen by.
         loads: of every PE, in their unit.
@@ -98,7 +98,7 @@ class Layout:
     def begins(self) -> tuple[tuple[int, ...], ...]:
         """Where the columns of each group's slots begin in what is pooled for it.
 
-        Those of tables that are spread over the PEs come in the order of the result; of replicated ones, of the slots.
+        Columns of spread tables come in the order of the result; columns of replicated tables in the order of slots.
         """
         begins = [[0] * len(group.columns) for group in self.groups]
         widths = [0] * len(self.groups)
@@ -156,8 +156,8 @@ def place(
 ) -> Layout:
     """Give every slice an owner (`choose_owners`), and every block of the result's columns its place.
 
-    A PE's slots come in the order of their features' lookups, those with the most first, which then run beside the
-    others in the forward pass (`ExchangeOrder`); those of replicated tables in the order of the tables.
+    A PE's slots come in the order of their features' lookups. Slots with the most lookups come first, and run beside
+    the others in the forward pass (`ExchangeOrder`). Slots of replicated tables come in the order of the tables.
 
     Args:
         configs: of the tables.

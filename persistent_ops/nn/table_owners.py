@@ -73,15 +73,14 @@ def choose_owners(
 ) -> tuple[tuple[tuple[int, ...], ...], list[Cost]]:
     """Return the owners of each table's slices, and what every PE uses.
 
-    The costliest slice comes first, and each goes to a PE with which a step takes the least time (`step_time`); of
-    several to the one with the least to do (`load`), and of these to the one with the fewest bytes.
+    The costliest slice comes first. Each slice goes to the PE with which a step takes the least time (`step_time`); of
+    several such PEs to the one with the least `load`, then to the one with the fewest bytes.
 
-    Costs say little about memory: a table of few lookups may be the largest. Where a PE gets more than a quarter above
-    its share of all rows' bytes (and 1 GiB) that way, slices come in the order of what they are of all costs or of all
-    bytes, whichever is more, and each goes in that way to one of the PEs with room: 1.25 times a PE's
-    share, 1.5 or 2, with and without more for the PE that has a slice beyond it. Of these ways the one is taken in
-    which the PE with the most memory has the least, by more than 1 GiB, or else the next one, and a step takes at most
-    10 % longer.
+    Costs say little about memory: a table of few lookups may be the largest. If a PE gets more than a quarter above its
+    share of all rows' bytes (and 1 GiB) in this way, other ways are tried. Slices are then ordered by their part of all
+    costs or of all bytes, the larger one of the two. Each goes to one of the PEs with room: 1.25, 1.5 or 2 times a PE's
+    share, with and without more for the PE that has a slice beyond it. Such a way is taken if the fullest PE has at
+    least 1 GiB less (if equal, the next one), and a step takes at most 10 % longer.
 
     Args:
         configs: of the tables.

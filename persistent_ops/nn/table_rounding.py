@@ -24,12 +24,12 @@ def check_rounding(configs: Sequence[TableConfig], rounding: str) -> None:
 
 
 def draws(dtype: torch.dtype, rounding: str) -> bool:
-    """Return whether rows of a dtype are rounded with random bits; those of float32 are not rounded."""
+    """Return whether rows of a dtype are rounded with random bits; float32 rows are not rounded."""
     return rounding == "stochastic" and dtype != torch.float32
 
 
 def rounding_of(group: Group, rounding: str) -> str:
-    """Return the rounding of a group's rows, of which those of float32 have none."""
+    """Return the rounding of a group's rows; float32 rows have none."""
     return "nearest" if group.dtype == torch.float32 else rounding
 
 

@@ -144,7 +144,7 @@ class TableShards(torch.Tensor):
         return sum(block.numel() for _, block in self._shards) < math.prod(self.shape)
 
     def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
-        """Return its size, with the remark, or that of a dimension."""
+        """Return its size, with the remark, or the size of a dimension."""
         if dim is not None:
             return self.shape[dim]
         return _RemarkedSize.of(self.shape, self._remark) if self._remark else self.shape
@@ -208,7 +208,7 @@ class TableShards(torch.Tensor):
                     block.copy_(found)
 
     def check_source(self, source: Any) -> None:
-        """Raise ValueError for what cannot be copied from, whichever blocks this PE has.
+        """Raise ValueError for a source that cannot be copied from. The check of type and shape is the same on all PEs.
 
         Raises:
             ValueError: it is no dense tensor with data, its shape is another one, or it lacks a block that this PE has.

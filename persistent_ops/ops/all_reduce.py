@@ -44,7 +44,7 @@ def all_reduce(
 
     ``sum = round(x_0 + x_1 + ... + x_{P-1} + bias + residual)`` on every PE, added in fp32 in this order and rounded
     once. If bias and residual agree, all PEs get the same bits. Repeated calls and all algorithms give the same bits
-    too, and an element has the same bits whichever other elements are in the tensor. If a sum is NaN, algorithms may
+    too, and the bits of an element do not depend on the other elements of the tensor. If a sum is NaN, algorithms may
     give different NaNs.
 
     Args:
@@ -97,7 +97,7 @@ def all_reduce_rms_norm(
     ``sum`` is the result of `all_reduce`. ``norm = round(sum / sqrt(mean(sum^2) + eps) * (weight_bias + weight))`` is
     taken of the rounded sum over the last dimension, in fp32, and rounded once. With `scale`, the norm is divided by it
     and converted to float8_e4m3fn, saturating at +-448. The order in which squares are added depends only on the width,
-    so a row has the same bits whichever other rows are in the tensor.
+    so the bits of a row do not depend on the other rows of the tensor.
 
     Args:
         x: `[..., D]`, as for `all_reduce`.

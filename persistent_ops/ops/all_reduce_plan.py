@@ -154,7 +154,7 @@ def reserve_room(world: World) -> None:
     flags = 2 * (packets // 4 // constants["kBlockBytes"]) * 8
     turns = world.size * constants["kMaxSliceWgs"] * 8
     slices = room // 512 * 512 - packets - flags - turns
-    warps = world.backend.warps_of(constants["kMaxSharingThreads"])  # as those of slices have by default
+    warps = world.backend.warps_of(constants["kMaxSharingThreads"])  # the default of the slices' work-groups
     least = _slice_places(world.size, _MOST_WAYS) * warps * constants["kBlockBytes"]
     if slices < least:
         raise ValueError(
@@ -477,7 +477,7 @@ class AllReducePlan(Plan):
                 call.scale = scale
                 call.eps = eps
                 call.weight_bias = weight_bias
-            # What earlier operators left behind is raised once the peers have all launches of this call.
+            # Errors of earlier operators are raised once the peers have all launches of this call.
             try:
                 self._world.workspace.launch(
                     self._kernel, self._grid, launch.address, call, raises_input_errors=launch is last

@@ -42,8 +42,8 @@ def gemv(
     """Multiply a weight by one or a few vectors, on this PE alone.
 
     ``y[n] = round(weight @ x[n] + bias + residual[n])``, by the kernel of `gemv_all_reduce` and with its guarantees:
-    products are added in fp32 and rounded once, repeated calls give the same bits, and a vector has the same bits
-    whichever other vectors are in the call.
+    products are added in fp32 and rounded once, repeated calls give the same bits, and the bits of a vector do not
+    depend on the other vectors of the call.
 
     Args:
         weight: `[M, K]`, contiguous (the layout of `nn.Linear`), float32, float16 or bfloat16. Rows of a multiple of 16

@@ -35,8 +35,8 @@ def gemv_all_reduce(
 
     ``y[n] = round(sum over PEs r of (weight_r @ x_r[n]) + bias + residual[n])`` on every PE. Products are added in
     fp32, the PEs' sums are added in rank order, and the result is rounded once. If bias and residual agree, all PEs get
-    the same bits. Repeated calls and both algorithms give the same bits too, and a vector has the same bits whichever
-    other vectors are in the call. All this holds for fixed K_r per PE, one backend and one `wire_dtype`.
+    the same bits. Repeated calls and both algorithms give the same bits too. The bits of a vector do not depend on the
+    other vectors of the call. All this holds for fixed K_r per PE, one backend and one `wire_dtype`.
 
     Args:
         weight: `[M, K_r]`, contiguous (the layout of `nn.Linear`), float32, float16 or bfloat16. M is the same on every

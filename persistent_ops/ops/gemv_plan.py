@@ -142,8 +142,8 @@ def choose_algorithm(world: World, key: GemvKey) -> str:
 def choose_depth(bytes_per_wg: int, room_for_two: int) -> int:
     """Return a ring's steps per warp, as measured on H200 (docs/lessons.md).
 
-    With little to read, what counts is how soon the vectors come, which queue behind the weights of a deep ring. To a
-    launch that begins early they come last anyway, and the more weights come before, the better.
+    With few bytes to read, the delay of the vectors counts: they queue after the weights of a deep ring. A launch that
+    begins early gets the vectors last in any case; there a deeper ring is better.
 
     Args:
         bytes_per_wg: of weights.
@@ -340,7 +340,7 @@ class GemvPlan(Plan):
             call.output = output + skipped
             call.residual = residual + skipped if residual else 0
             call.bias = bias + skipped if bias else 0
-            # What earlier operators left behind is raised once the peers have all launches of this call.
+            # Errors of earlier operators are raised once the peers have all launches of this call.
             is_last = number == len(self._launches)
             plan = launch.addresses[added]
             try:

@@ -41,19 +41,19 @@ def sparse_all_reduce(
             R, the rows' shape and the dtype are the same on every PE. A bit per row of R and PE travels:
             meant for R up to some 10^8.
         op: "sum", or "mean", the sum divided by the number of PEs.
-        algorithm: "owner" sends a row that one PE has straight to its place on every PE, and has one that several have
-            summed up by one of them. "allgather" sends the latter to every PE, which sums up for itself: a latency
-            less, more bytes and room. "dense" goes through dense tensors `[R, ...]` in fp32. "auto" takes "owner" or
-            "allgather" by the size and overlap of the last call with such a tensor.
+        algorithm: "owner" sends a row that one PE has directly to its place on every PE; a row that several PEs have
+            is summed by one of them. "allgather" sends such a row to every PE, and each sums it: one latency less,
+            more bytes and room. "dense" uses dense tensors `[R, ...]` in fp32. "auto" takes "owner" or "allgather"
+            by the size and overlap of the last call with a tensor of this kind.
         async_op: return a `Work` at once ("dense" with the sum). On "cuda" the kernel then runs on a stream of
             its own. The next call with equal shape, dtype and op waits on the host for this one's number of rows. x
             stays as it is until then, or until `wait()`: where the sum finds no room it is launched again.
 
     Returns:
-        The sum, of x's shape and dtype: coalesced, indices int64, sorted, unique. It lies in a buffer of the symmetric
-        heap's pool, which is used again when no tensor shares it, and counts against `heap_size`: values, row numbers,
-        and room for more rows, so that the next result likely fits without asking: a few percent beyond this one or,
-        up to 16 MB, beyond the largest of the last 32 with such a layout.
+        The sum, of x's shape and dtype: coalesced, indices int64, sorted, unique. It is in a buffer of the symmetric
+        heap's pool, which is used again when no tensor shares it, and counts against `heap_size`. The buffer holds
+        values, row numbers, and room for more rows, so that the next result likely fits: a few percent more than this
+        one or, up to 16 MB, more than the largest of the last 32 results of this layout.
 
     Raises:
         TypeError, ValueError: an argument's type, layout, shape, dtype or device; before anything is launched.
@@ -101,8 +101,8 @@ def sparse_all_reduce_into(
         out_indices: `[capacity]`, int64, on the device: receives the union's rows, ascending.
         out_values: `[capacity, ...]` in the symmetric heap (`po.empty`), dtype of the values: receives the sums. The
             capacity is the same on every PE.
-        out_count: `[1]`, int64, on the device: receives the number of rows of the union. What lies behind so many in
-            out_indices and out_values stays as it is. The three outputs share no memory with each other or an input.
+        out_count: `[1]`, int64, on the device: receives the number of rows of the union. Elements after this number in
+            out_indices and out_values stay unchanged. The three outputs share no memory with each other or an input.
         count: `[1]`, int64, on the device: how many of the n entries are valid; None for all.
         op: "sum" or "mean".
         algorithm: "auto", "owner" or "allgather", see there; "auto" chooses by the size of the buffers.
@@ -110,8 +110,8 @@ def sparse_all_reduce_into(
 
     Raises:
         TypeError, ValueError, NotSymmetricError: an argument; before anything is launched.
-        CapacityError: the union has more rows than the buffers; nothing is written but `out_count`, which tells how
-            many there are. On every PE; the world stays usable.
+        CapacityError: the union has more rows than the buffers; only `out_count` is written, with the number of
+            rows. On every PE; the world stays usable.
         IndexError: a row out of range, or a count; such entries are skipped.
         ValueError: the indices are not as `is_coalesced` says. The sums are wrong, on all PEs.
         PeerTimeoutError, ContractMismatchError: as with `sparse_all_reduce`; `out_values` is NaN.

@@ -26,7 +26,7 @@ __all__ = ["PendingSum", "find_plan", "refuse_capture", "sorted_entries", "start
 
 
 def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None = None) -> Entries:
-    """Return entries in order of rows, those of one row in order of occurrence, those after `count` last."""
+    """Return entries in order of rows. Entries of one row keep their order; entries after `count` come last."""
     if count is not None:
         number = torch.arange(indices.numel(), dtype=torch.int64, device=indices.device)
         indices = torch.where(number < count, indices, torch.iinfo(indices.dtype).max)
@@ -39,7 +39,7 @@ def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Ten
 
 @functools.lru_cache(256)
 def _bytes_of_values(capacity: int, row_bytes: int) -> int:
-    """Return where the rows' numbers lie behind the values of so many rows."""
+    """Return the offset of the rows' numbers, which lie after the values of so many rows."""
     return OPERATOR.description.queries["values_bytes"](capacity, row_bytes)
 
 

@@ -58,7 +58,7 @@ class Need(NamedTuple):
 class Areas(dict[str, Area]):
     """An operator's areas in one world, by name.
 
-    Who sets one aside, or a larger one, renews the plans that name the last one; those of CUDA graphs keep it.
+    Setting an area aside, or a larger one, renews the plans that name the last one. Plans of CUDA graphs keep it.
 
     Args:
         site: of this PE.

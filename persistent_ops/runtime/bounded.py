@@ -40,7 +40,7 @@ def within(seconds: float, call: Callable[[], _T], what: str) -> _T:
 
     Args:
         seconds: to wait for it; without a bound where the interpreter exits and threads can no longer be started.
-        call: made in a thread of its own, which stays behind where the time does not suffice.
+        call: made in a thread of its own, which continues if the time does not suffice.
         what: names the call in errors. While one of this name hangs, no other one is begun.
 
     Raises:

@@ -81,7 +81,7 @@ class CallNumbers:
         return max(self._callers, default=0)
 
     def add_caller(self, caller: int, name: str) -> None:
-        """Let there be one; on all PEs, under the same number, above that of any PE's last one."""
+        """Add a caller: on all PEs, under the same number, above the last number of any PE."""
         self._callers[caller] = name
 
     @staticmethod
@@ -97,7 +97,7 @@ class CallNumbers:
         return [self._num_eager, self._num_captured]
 
     def agree(self, told: Sequence[Sequence[int]]) -> None:
-        """Go on where the PE is that has counted furthest; `told`: every PE's `counts`.
+        """Continue at the count of the PE that has counted furthest; `told`: every PE's `counts`.
 
         A launch that was given up need not have begun on all of them.
         """

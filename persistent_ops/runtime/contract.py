@@ -173,7 +173,7 @@ class Contract:
     def words(self, count: int) -> tuple[int, ...]:
         """Return the contract as the `count` words that travel with every credit."""
         fields, values, name = _fields_of(self.kind), (self.team, *self.values), self.kind.name
-        most = count - 3  # beside the operator's word, the team's and that of the number of a call
+        most = count - 3  # besides the words of the operator, the team and the call's number
         if len(fields) - 1 > most:
             raise ValueError(f"contract of {name}: at most {most} fields, got {len(fields) - 1}")
         if len(values) != len(fields):

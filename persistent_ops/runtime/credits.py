@@ -35,8 +35,8 @@ class Credits:
         world_size: of the world.
 
     Attributes:
-        memory: in the heap, a Grant per peer, and the copies of this PE's; then the same for a team of this PE alone.
-        piece: for `Backend.peek`, which looks at those of the world; what follows is of the last look.
+        memory: in the heap, a Grant per peer, and copies of this PE's Grants; then the same for a team of this PE.
+        piece: for `Backend.peek`, which looks at the world's Grants; the next attributes are of the last look.
     """
 
     def __init__(self, backend: Backend, heap: SymmetricHeap, world_size: int) -> None:
@@ -53,7 +53,7 @@ class Credits:
         self.piece = Peeked(self.memory.data_ptr(), self._seen)
 
     def address(self, *, is_alone: bool) -> int:
-        """Return where the credits of the world's launches begin, or those of this PE alone."""
+        """Return where the credits of the world's launches begin, or of this PE's launches alone."""
         first = (self._world_size + self._copies) * is_alone
         return self.memory.data_ptr() + first * ctypes.sizeof(self._grant)
 

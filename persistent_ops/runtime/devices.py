@@ -11,7 +11,7 @@ __all__ = ["Numbers", "architecture", "check_sharing", "choose_device"]
 
 
 class Numbers(NamedTuple):
-    """A process' place among those of its host.
+    """A process' place among the processes of its host.
 
     Attributes:
         rank: its number among them.
@@ -30,8 +30,8 @@ def architecture(major: int, minor: int) -> str:
 def choose_device(count: int, *, current: int | None, of_job: Numbers | None, of_world: Numbers) -> int:
     """Return the index of the GPU that this PE takes.
 
-    The device that the user has chosen; else that of the local rank which the launcher gave this process, since the
-    PEs of a world may be a part of a job; else that of the PE's place in its world.
+    The device that the user has chosen; else the device of the launcher's local rank, since the PEs of a world may be
+    a part of a job; else the device of the PE's place in its world.
 
     Args:
         count: GPUs that this process sees, at least 1.

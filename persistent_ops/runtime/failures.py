@@ -30,7 +30,7 @@ class Failures:
 
     Attributes:
         record: the ErrorRecord, which the host sees; its `state` is 0 where no launch was given up.
-        is_asynchronous: whether the host goes on while a launch waits.
+        is_asynchronous: whether the host continues while a launch waits.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Failures:
         return f"{left}{at_risk and ' '}{at_risk}"
 
     def _mismatch(self, side: int, theirs: tuple[int, ...], finder: str = "") -> str:
-        """Return what differs between this PE's call and that of a side, in the caller's words.
+        """Return the difference between this PE's call and another PE's call, in the caller's words.
 
         Args:
             side: the PE.

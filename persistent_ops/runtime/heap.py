@@ -223,9 +223,9 @@ class _Slot:
     """A buffer of the pool.
 
     Attributes:
-        storage: of `base`; torch gives everybody this one object.
+        storage: of `base`; torch gives every caller this one object.
         storage_id, idle_uses: of an idle buffer, how many tensors share the storage.
-        idle_holders: the same, how many references there are to the object; who holds that alone is none of the uses.
+        idle_holders: of an idle buffer, how many references there are to the object; such a holder is no use.
         stream: the handle of the one that writes it.
         rest: a part of it with a storage of its own; see `behind`.
         typed: all of it, by dtype.

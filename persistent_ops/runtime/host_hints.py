@@ -13,7 +13,7 @@ __all__ = ["HostHints"]
 
 
 class HostHints:
-    """Those of one workspace.
+    """The hints of one workspace.
 
     Args:
         backend: of the workspace.

@@ -63,8 +63,8 @@ def turn_to_end(seconds: float) -> Iterator[None]:
     """Give a context in which no job of this user starts NVSHMEM on this host.
 
     Args:
-        seconds: to wait for another job; then this one goes on beside it, and says so: nothing may keep it from
-            leaving.
+        seconds: to wait for another job. Then this job continues beside it, and prints a message: nothing may keep it
+            from leaving.
     """
     with _lock_file() as descriptor:
         if descriptor is not None and not _lock(descriptor, seconds, shared=True):
@@ -140,7 +140,7 @@ def _pid_numbers() -> str:
 def _holders(descriptor: int) -> str:
     """Return which processes have a turn, at what, and for how long: those that have noted it and still live.
 
-    Of another container's the number would be that of another process here, and whether it lives cannot be seen.
+    A process of another container is left out: its number means another process here, and its end is not visible.
     """
     text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode()
     turns: dict[tuple[str, str, str], str] = {}

@@ -95,7 +95,7 @@ class Operator(LaunchKind):
             tensors: the same, as the caller has them; autograd sees that they change.
 
         Raises:
-            PersistentOpsError: an earlier launch was given up; or such a one has changed a part of a tensor, which was
+            PersistentOpsError: an earlier launch was given up; or such a launch has changed a part of a tensor that was
                 not loaded again since (`Changes.loaded`).
         """
         site.workspace.raise_failure()  # of earlier launches, which did not touch these

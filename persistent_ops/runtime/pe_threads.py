@@ -180,7 +180,7 @@ class _Threads:
 
 
 def end_those_left_behind() -> None:
-    """Ask the threads of PEs that launches have left behind to end, and wait for that, at most 5 s."""
+    """Ask the threads of PEs whose launches have returned to end, and wait for that, at most 5 s."""
     # A thread that asks for the interpreter's lock while the interpreter ends is unwound, and with it the C++ frames of
     # torch below it, which end the process for that (CPython before 3.14).
     until = time.monotonic() + _EXIT_S

@@ -99,7 +99,7 @@ def room_on_gpu(sm: Sm, num_sms: int, resident: Footprint, grid: int, own: Footp
 
 
 class Residency:
-    """What may be resident in a world: kernels of its workspace, and those of workspaces beside it.
+    """What may be resident in a world: kernels of its workspace and of workspaces beside it.
 
     Args:
         sm: of the GPU.

@@ -56,7 +56,7 @@ def launch(
         world_size: number of PEs.
         args: arguments of `fn`, the same for all PEs.
         threads: make the PEs threads of this process instead of processes, for tests. A thread cannot be killed: a
-            thread that hangs past `timeout` is left behind as a daemon thread. At the interpreter's exit, SystemExit is
+            thread that hangs past `timeout` continues as a daemon thread. At the interpreter's exit, SystemExit is
             raised in such threads once they are back in Python code, and the interpreter waits for them for at most 5
             s. No environment variables are set.
         timeout: seconds for the whole run; then the processes are killed. None for no limit.

@@ -175,7 +175,7 @@ class StreamOrder:
     def _forget_captures(self, stream: int) -> None:
         """Forget captures that are over, as `stream` has begun another one.
 
-        Of a stream that may be gone that is known when its handle is met again; so their number is that of handles.
+        A stream may be gone; this is known when its handle is met again. So there are at most as many as handles.
         """
         for number, last in list(self._captured.items()):
             is_over = last.handle == stream if last.event is not None else capture_of(last.handle) != number

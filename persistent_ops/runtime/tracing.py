@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 class Tasks(NamedTuple):
-    """A WG's work on its own part of the result, or on that of others: how many pieces, from when to when.
+    """A WG's work on its own part of the result, or on other WGs' parts: how many pieces, from when to when.
 
     Attributes:
         total: nanoseconds that its warps spent on it, together, without waits in between.
@@ -111,7 +111,7 @@ class Tracer:
         self._memory[0] = self._num_blocks
 
     def read(self) -> tuple[list[Launch], int]:
-        """Return what launches have left, those of all WGs in the order of their begins, and how many found no room.
+        """Return what launches have left: of all WGs in the order of their begins, and how many found no room.
 
         Times are by this PE's clock. No launch may be in flight.
         """

@@ -167,7 +167,7 @@ class Workspace:
     def team(self, contract: Contract) -> ctypes.Structure:
         """Return the part of a plan that every operator shares; `contract`: of its launches.
 
-        Those of a PE alone have epochs of their own, and no peer knows of them.
+        Launches of a PE alone have epochs of their own, and no peer knows of them.
         """
         count = self._constants["kContractWords"]
         words = contract.words(count)
@@ -207,7 +207,7 @@ class Workspace:
         begins_early: bool = False,
         is_counted: bool = False,
     ) -> None:
-        """Launch on the current stream, after earlier launches on this workspace; raise what they left behind.
+        """Launch on the current stream, after earlier launches on this workspace; raise their errors.
 
         A failure is raised instead of launching. Bad input of earlier launches, which did not fail, is raised after
         the launch, since the peers count on it; without `raises_input_errors`, by a later `raise_pending`. So it is
@@ -251,7 +251,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def no_launch(self) -> Iterator[None]:
-        """Keep launches of other threads waiting; those of this one are refused."""
+        """Keep launches of other threads waiting; launches of this thread are refused."""
         self.refuse_within()
         with self.lock:
             self._launching = threading.get_ident()

@@ -125,8 +125,8 @@ class World:
     def side_workspace(self, name: str) -> Workspace:
         """Return a workspace beside the world's own; collective the first time.
 
-        Its launches and those of the world's own are put in the order of the calls, until the PEs agree to run them
-        side by side. Errors are raised by calls on it, and by `check`.
+        Its launches and the world's own are put in the order of the calls, until the PEs agree to run them side by
+        side. Errors are raised by calls on it, and by `check`.
         """
         side = self._side_workspaces.get(name)
         if side is None:
@@ -142,7 +142,7 @@ class World:
     def agree_to_run_beside(self) -> bool:
         """Let launches of all workspaces run side by side, if those so far find room together on every PE; collective.
 
-        One PE alone must not put them in order: that of the others may be another one (cuda/DESIGN.md,
+        One PE alone must not put them in order: the other PEs may have another order (cuda/DESIGN.md,
         "Launches side by side").
         """
         if self.workspace.is_capturing():
@@ -274,7 +274,7 @@ class World:
         _admitted.token = self._token
 
     def enqueue_barrier(self) -> None:
-        """Let the current stream wait until every PE has launched this barrier; on GPUs the host goes on."""
+        """Let the current stream wait until every PE has launched this barrier; on GPUs the host continues."""
         if self._barrier is None:
             self._barrier = self._barrier_of(_BARRIER.contract(self.team))
         kernel, plan, call = self._barrier
@@ -471,7 +471,7 @@ def refuse_second() -> None:
 
 
 def adopt(world: World, *, of_thread: bool) -> None:
-    """Make a world that of this process, or of the PE that this thread is, until `finalize`."""
+    """Make a world the world of this process, or of the PE that this thread is, until `finalize`."""
     global _process_world
     _open.add(world)
     if of_thread:
@@ -506,7 +506,7 @@ def _close(world: World) -> None:
 
 
 def _never_release_open_worlds() -> None:
-    """Keep what worlds hold until the process is gone: at exit, those of threads that still run."""
+    """Keep what open worlds hold until the process is gone: at exit, threads may still run in them."""
     for world in _open:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(world))
 

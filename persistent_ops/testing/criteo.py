@@ -1,6 +1,6 @@
 """Reader of Criteo-format click logs: label, 13 dense columns, 26 categorical columns in hexadecimal.
 
-The format is that of the Criteo Kaggle and Terabyte data sets: one sample a line, fields separated by tabs (or by
+The format is the format of the Criteo Kaggle and Terabyte data sets: one sample a line, fields separated by tabs (or by
 commas, as in many derived files); any of the dense and categorical fields may be empty.
 """
 
@@ -137,7 +137,7 @@ def _line_pattern(separator: str) -> re.Pattern[str]:
 
 
 def _is_header(fields: list[str]) -> bool:
-    """Tell column names from a sample: right number of columns, and label and dense columns all start with a letter."""
+    """Return whether fields are column names: as many as columns, and label and dense columns start with a letter."""
     return len(fields) == _NUM_COLUMNS and all(_NAME.fullmatch(field) for field in fields[:_FIRST_CATEGORICAL])
 
 

@@ -1,8 +1,7 @@
 """A synthetic DLRM batch with the shape of MLPerf's recommendation benchmark.
 
-Table sizes and the number of lookups per sample are those of MLPerf Training's recommendation_v2 benchmark (DLRM-DCNv2
-on the multi-hot Criteo data set); they are public facts of that benchmark. Which rows are looked up is drawn from a
-Zipf distribution.
+Table sizes and the number of lookups per sample are public facts of MLPerf Training's recommendation_v2 benchmark
+(DLRM-DCNv2 on the multi-hot Criteo data set). The rows to look up are drawn from a Zipf distribution.
 """
 
 from __future__ import annotations

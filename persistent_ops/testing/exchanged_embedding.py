@@ -206,7 +206,7 @@ class ExchangedEmbedding(nn.Module):
 
 
 def own_slots(layout: Layout, rank: int) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """Return the slots that a PE has of tables that the PEs share out, and those of tables that all have."""
+    """Return a PE's slots of tables that the PEs share out, and the slots of tables that all PEs have."""
     spread = layout.groups[0].slots[rank] if layout.groups else ()
     return spread, tuple(slot for group in layout.replicated for slot in group.columns)
 
@@ -260,8 +260,8 @@ class _Columns:
     """The columns of pooled rows: PE by PE where they come from owners, and as the result has them.
 
     Args:
-        widths: of the columns of each PE's slots, and last of those of replicated tables.
-        order: of the result's columns: numbers among all of those.
+        widths: of the columns of each PE's slots, and last of the replicated tables' slots.
+        order: of the result's columns: numbers among all these columns.
         rank: of this PE.
         wire_dtype: in which rows and gradients travel.
     """

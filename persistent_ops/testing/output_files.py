@@ -18,7 +18,7 @@ def check_outputs(
     files: Mapping[str, str | os.PathLike[str] | None],
     folders: Mapping[str, str | os.PathLike[str] | None] | None = None,
 ) -> None:
-    """Raise where a file or a folder cannot be written; leaves nothing behind.
+    """Raise where a file or a folder cannot be written; leave no file.
 
     Of a launcher's processes the first one looks, because that one writes.
 

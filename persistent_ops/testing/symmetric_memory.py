@@ -1,4 +1,4 @@
-"""torch's symmetric memory, in which baselines of benchmarks and examples sum."""
+"""torch's symmetric memory: baselines of benchmarks and examples sum in it."""
 
 from __future__ import annotations
 

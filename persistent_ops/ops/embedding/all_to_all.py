@@ -65,7 +65,7 @@ def embedding_all_to_all(
         indices: `[n]`, int32 or int64: the lookups of the *global* batch in this PE's tables, bag after bag. Or the
             `Lookups` that `EmbeddingInputs.exchange` has returned, after `wait` and before `release`, from slots that
             are these tables: they are read where they have arrived, and offsets, per_sample_weights and batch_per_rank
-            come with them; `bounds` is that of the exchange. The gradient of their per_sample_weights travels to the PE
+            come with them; `bounds` is the exchange's. The gradient of their per_sample_weights travels to the PE
             that passed them to `exchange`.
         offsets: `[T * B + 1]`, int32 or int64, feature-major: bag (t, b) of the global batch B is
             indices[offsets[t * B + b] : offsets[t * B + b + 1]]. An empty bag gives zeros.
@@ -74,7 +74,7 @@ def embedding_all_to_all(
         out: `[batch_per_rank[rank], sum of dim_per_rank]` in the symmetric heap (`po.empty`) to write instead; it
             begins at a multiple of 16 bytes, and overlaps nothing that is read.
         batch_per_rank: samples that each PE receives, in rank order; None for B // world_size each and one more on the
-            first B % world_size. A PE whose T is 0 must give it, since it cannot tell the batch from `offsets`.
+            first B % world_size. A PE whose T is 0 must give it, since its `offsets` do not show the batch.
         dim_per_rank: sum of D over each PE's tables, in rank order. None: the PEs agree on it, through an exchange on
             the host, the first time that they meet these tables; every PE must then pass None, new tables must be new
             on all PEs, and none may have T = 0.
@@ -363,7 +363,7 @@ def _operator_of(name: str, of: type[OfBatch] | type[OfSources], lookups: str) -
             raise ValueError(
                 f"pooling: expected one of {POOLINGS}, got {pooling!r}; schedule: one of {SCHEDULES}, got {schedule!r}"
             )
-        rank = others[1] if len(others) > 1 else None  # behind the columns
+        rank = others[1] if len(others) > 1 else None  # after the columns
         rows = batches[_world.current().rank if rank is None else rank]
         result: torch.Tensor = arguments[0].new_empty((rows, sum(dims)), dtype=wire_dtype)
         return result

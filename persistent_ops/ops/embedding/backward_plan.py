@@ -394,7 +394,7 @@ class BackwardPlan(Plan):
         )
 
     def _pushing_wg_lookups(self) -> int:
-        """Return with how many lookups one WG pushes after the sort, as bytes that are pushed for those of a row."""
+        """Return the number of WGs that push after the sort, times the number of lookups."""
         pushed_bytes = self._samples * self._wire_bytes(sum(push.width for push in self._pushes))
         row_bytes = self._key.dtype.itemsize * sum(self._own_widths) // max(len(self._own_widths), 1)  # about
         return self._tuning.pushing_at_par * pushed_bytes // max(row_bytes, 1)

@@ -53,7 +53,7 @@ def columns_of(columns: tuple[int, ...], dim_per_rank: tuple[int, ...]) -> Colum
 def own_begins(
     columns: Sequence[int] | None, dim_per_rank: Sequence[int], weights: Sequence[torch.Tensor], rank: int
 ) -> tuple[int, ...]:
-    """Return where the columns of this PE's tables begin; without `columns` they lie behind those of the PEs before."""
+    """Return the first columns of this PE's tables. Without `columns` they follow the columns of the PEs before it."""
     widths = tuple(weight.shape[1] for weight in weights)
     if columns is None:
         return tuple(itertools.accumulate(widths, initial=sum(dim_per_rank[:rank])))[: len(widths)]

@@ -221,7 +221,7 @@ class _Touched(NamedTuple):
 
     @classmethod
     def of(cls, plan: BackwardPlan, inverted: Inverted, weights: Sequence[torch.Tensor]) -> _Touched:
-        """Return those of inverted lookups; waits on the host."""
+        """Return the touched rows of inverted lookups; waits on the host."""
         keys, numbers = torch.unique_consecutive(inverted.keys[: int(inverted.count)], return_inverse=True)
         tensors = [weights[tables[0]] for tables in plan.groups]
         ends = [0, *itertools.accumulate(len(tensor) for tensor in tensors)]

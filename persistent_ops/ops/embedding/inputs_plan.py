@@ -184,9 +184,9 @@ class InputsKey(NamedTuple):
         layout, capacities: see `InputsLayout`.
         tuning: see `OperatorState`.
         value_dtype, bound_dtype: of values, and of lengths or offsets.
-        has_lengths: which of the two.
+        has_lengths: whether lengths, not offsets, are given.
         bounds: of `EmbeddingInputs`.
-        gives_gradients: whether those of the weights travel back.
+        gives_gradients: whether gradients of the weights travel back.
     """
 
     team: Team
@@ -238,14 +238,14 @@ def sample_requests() -> Iterator[KernelRequest]:
 
 
 class Shape(NamedTuple):
-    """What a launch has of a GPU."""
+    """The shape of a launch on a GPU."""
 
     work_groups: int
     threads: int
 
 
 def _shape_beside(backend: Backend, tuning: Tuning) -> Shape:
-    """Return that of launches that run beside others; on the host those in turn have as many threads: one library."""
+    """Return the shape of launches that run beside others. Launches in turns use it on the host: one library there."""
     most = _HOST_WORK_GROUPS if backend.name == "host" else _MOST_WORK_GROUPS_BESIDE
     return Shape(min(tuning.work_groups or most, _MOST_WORK_GROUPS_BESIDE), tuning.threads or THREADS_BESIDE)
 
@@ -345,7 +345,7 @@ class InputsPlan(Plan):
         return kernel
 
     def _shape_in_turns(self, tuning: Tuning) -> Shape:
-        """Return that of launches that take turns with all others: as many warps as have work and find room."""
+        """Return the shape of launches that take turns with all others: as many warps as have work and find room."""
         backend = self._world.backend
         if backend.name == "host":
             return _shape_beside(backend, tuning)._replace(work_groups=tuning.work_groups or _HOST_WORK_GROUPS)

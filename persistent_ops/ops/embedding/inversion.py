@@ -35,7 +35,7 @@ class Rows:
     """The rows that lookups are sorted by; what a plan makes once. Its identity is a part of the keys of plans.
 
     A row's *key* is its table's first key plus its number. Tables that are one tensor have the same first key, so that
-    the lookups of such a row lie side by side, whichever of the tables they are in.
+    the lookups of such a row lie side by side, also if they are in different tables.
 
     Attributes:
         first_keys: `[T]`, int64, on the device.
@@ -117,7 +117,7 @@ class Rows:
 
 
 class Inverted(NamedTuple):
-    """The lookups of a batch that count, sorted by key; those of a row keep their order.
+    """The lookups of a batch that count, sorted by key; lookups of one row keep their order.
 
     N is the number of indices; only the first `count` elements of keys, bags and lookups are written.
 
@@ -431,9 +431,9 @@ def invert(
 def invert_sources(world: World, rows: Rows, arrived: Lookups, *, counts: bool, room_for: int = 0) -> Inverted:
     """The same for lookups that an input exchange has brought, where they are: no copy, no look at their numbers.
 
-    N is the room for lookups; `Inverted.bags` are those of the global batch. Where the lookups have weights,
-    `Inverted.lookups` are the weights' places among the floats of ``arrived.memory``. Otherwise the result is that of
-    `invert` for the lookups of the global batch, if the tables that are one tensor have numbers in `Rows.members`.
+    N is the room for lookups; `Inverted.bags` are bags of the global batch. If the lookups have weights,
+    `Inverted.lookups` are the weights' places among the floats of ``arrived.memory``. Otherwise the result is the same
+    as `invert` returns for the global batch, if the tables that are one tensor have numbers in `Rows.members`.
 
     Args:
         world: of this PE.

@@ -187,7 +187,7 @@ class InputExchange:
         self.arriving = tuple(of_source[self.world.rank] for of_source in capacity)
 
     def plan(self, inputs: Given, *used: object) -> InputsPlan:
-        """Return what launches such an exchange; a CUDA graph keeps `used`."""
+        """Return the plan that launches this exchange; a CUDA graph keeps `used`."""
         world = self.world
         state = OPERATOR.state(world)
         dtypes = (inputs.values.dtype, inputs.bounds.dtype)

@@ -29,7 +29,7 @@ class EmbeddingCall(NamedTuple):
         world: of this PE.
         key: of its plan.
         weights: this PE's tables.
-        arrived: lookups of an input exchange; None where the caller has those of the global batch.
+        arrived: lookups of an input exchange; None if the caller gave the lookups of the global batch.
     """
 
     world: _world.World
@@ -91,11 +91,11 @@ class Recording(NamedTuple):
 
     Attributes:
         backward: called as ``backward(call, gradient, inputs, wants_factors=..., forward_pass=...)``, the last one the
-            call's number; returns gradients of the tables, one for each or none at all, and that of per_sample_weights.
+            call's number. Returns gradients of the tables, one for each or none, and of per_sample_weights.
         placeholder: requires a gradient, so that the backward pass comes on every PE; it gets none.
-        name: whose pass it is, as errors say it.
-        once: what a second backward pass would do, where that is refused.
-        version: of the tables of all PEs, as far as this PE knows without having any; it changes where they do.
+        name: of the pass, for errors.
+        once: what a second backward pass would do, if it is refused.
+        version: of the tables of all PEs, also if this PE has none; it changes if they change.
     """
 
     backward: Callable[..., tuple[Sequence[torch.Tensor | None], torch.Tensor | None]]

@@ -24,7 +24,7 @@ from .lookups import Lookups
 __all__ = ["OPERATOR", "Tuning", "kernel_request", "sample_requests", "return_gradients"]
 
 _NAME = "embedding_weight_gradients"
-_STAGING = "returned gradients of weights"  # an area: where owners put those of this PE's lookups
+_STAGING = "returned gradients of weights"  # an area: owners put the gradients for this PE's lookups here
 _OUTGOING = "outgoing gradients of weights"  # an area: copies of what is put to PEs that are not reachable
 
 

@@ -112,7 +112,7 @@ class Worker:
         return value  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """End the thread; one whose call in progress does not return is left behind, and ends when it does."""
+        """End the thread. If its call in progress does not return, the thread stays, and ends when the call does."""
         self._jobs.put(None)
         self._thread.join(_LAST_REQUEST_S)
         leave_behind(self._thread, _STORE_CALL)

@@ -76,7 +76,7 @@ class PmiClient:
         self._ask("barrier_in", "barrier_out", deadline)
 
     def finalize(self) -> None:
-        """Tell Hydra that this process may leave without the job being killed."""
+        """Inform Hydra that this process may leave; the job is then not killed."""
         mpi = sys.modules.get("mpi4py.MPI")
         if not self._open or self.pid != os.getpid() or (mpi is not None and mpi.Is_initialized()):
             return  # An MPI that was initialized later shares the connection and finalizes it itself.

@@ -239,7 +239,7 @@ def _peer_uid(connection: socket.socket) -> int:
 
 
 def own_address() -> str:
-    """Return the address at which other hosts reach this one: MASTER_ADDR where set, else that of the default route."""
+    """Return the address at which other hosts reach this one: MASTER_ADDR if set, else the default route's address."""
     name = os.environ.get("MASTER_ADDR", "")
     if name:
         try:

@@ -56,7 +56,7 @@ class Job:
         artifact: name of the file that the last command writes.
         unit: name and text of the generated file that the commands compile.
         commands: run one after the other, in the folder that holds `unit`.
-        unchanged: asked after compiling; False where the sources are no longer those of the key.
+        unchanged: asked after compiling; False if the sources have changed since the key was made.
     """
 
     what: str

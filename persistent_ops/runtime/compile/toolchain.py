@@ -101,7 +101,7 @@ class Nvshmem:
 
     @property
     def agrees(self) -> bool:
-        """Tell whether headers and library are of the same version (first three numbers)."""
+        """Return whether headers and library are of the same version (first three numbers)."""
         return self.version.split(".")[:3] == self.header_version.split(".")[:3]
 
 
