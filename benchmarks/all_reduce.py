@@ -74,7 +74,7 @@ class Options(harness.experiment.Options):
 
     methods: tuple[str, ...] = METHODS
     calls: int = 20
-    sizes: tuple[str, ...] | None = None  # for those of the backend
+    sizes: tuple[str, ...] | None = None  # None: the backend's sizes
 
 
 class Sums(Trial):

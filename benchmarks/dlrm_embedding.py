@@ -1,8 +1,8 @@
 """Benchmark of the embedding part of a DLRM's training step: persistent-ops bench dlrm_embedding [OPTIONS].
 
-See README.md beside it. A step brings the lookups of each PE's own samples to MLPerf's 26 tables, pools them, and
-updates rows by a gradient of what was pooled: through `po.nn.ShardedEmbeddingBagCollection`, and with the same
-placement through torch's or FBGEMM's tables and torch.distributed.
+See README.md beside it. A step sends the lookups of each PE's own samples to MLPerf's 26 tables and pools them. It
+updates rows by a gradient of the pooled rows. It runs through `po.nn.ShardedEmbeddingBagCollection`, and, with the same
+placement, through torch's or FBGEMM's tables and torch.distributed.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class DlrmEmbedding(Experiment[Case]):
         return (4 * self._sizes.dim,)
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases that fit into memory; those of the same tables, behind one another."""
+        """Yield the cases that fit into memory; cases of the same tables follow one another."""
         self._layouts: dict[Case, Layout] = {}
         rooms, fit = [(0, 0)], []
         for case in [CASES[name] for name in self.options.cases]:

@@ -90,7 +90,7 @@ class Options(harness.experiment.Options):
         return list(dict.fromkeys(case.config for case in self.cases(backend)))
 
     def cases(self, backend: str) -> list[Case]:
-        """Return the cases: those of one config and optimizer, which share memory, behind one another."""
+        """Return the cases: cases of one config and optimizer, which share memory, follow one another."""
         return [
             Case(shape, optimizer, distribution)
             for name in self.configs
@@ -296,7 +296,7 @@ class Backward(Trial):
     def _baseline_states(self) -> list[torch.Tensor]:
         return [] if self._state is None else list(self._state.split(self._case.config.rows))
 
-    # ---- what is told ------------------------------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------------------------------
 
     def measured(self, name: str, calls: int) -> dict[str, Any]:
         config, size = self._case.config, self._world.size

@@ -107,8 +107,8 @@ class Products(Trial):
                 self._world.barrier()  # peers may read or write it as soon as they run
                 result = self.run(name, number).double()
                 self._world.check()
-                # Each PE's product is rounded, and the sum once; other libraries round behind each PE. Products are
-                # added up in fp32.
+                # Each PE's product is rounded, and the sum once; other libraries round after each PE.
+                # Products are added up in fp32.
                 roundings = 2 if name == "layer" else self._world.size
                 bound = roundings * 2.0**-8 * terms[1] + 2.0**-18 * terms[2]
                 if not bool(((result - want).abs() <= bound).all()):

@@ -99,7 +99,7 @@ class Gradients(Trial):
         sent: rows of the result, and those that a PE sends at least.
 
     Attributes:
-        is_swept: whether the case is a point of a sweep, of which less is checked and told.
+        is_swept: whether the case is a point of a sweep, of which less is checked and reported.
         used: by method of the operator, the algorithm that it took.
     """
 
@@ -233,7 +233,7 @@ class SparseAllReduce(Experiment[_Case]):
 
     def set_up(self) -> None:
         """Make a group for Gloo beside the default one of NCCL, or find out why there is none."""
-        self._memory = MemoryMeter(self.world)  # begin() makes it anew, behind the ceilings' buffers
+        self._memory = MemoryMeter(self.world)  # begin() makes it again, after the ceilings' buffers
         self._gloo: Any = None
         self._no_gloo: str | None = None
         if self.backend != "cuda" or "gloo" not in self.options.methods:

@@ -1,7 +1,7 @@
 """Compare the GPU machine code of two commits: python scripts/compare_kernels.py BASE
 
-Compiles the kernels of tests/gpu_kernels.py at BASE and in this checkout, and prints those whose code differs, with the
-registers of both. Exits with 1 where any does. Needs nvcc and no GPU.
+Compiles the kernels of tests/gpu_kernels.py at BASE and in this checkout. Prints the kernels whose code differs, with
+the registers of both. Exits with 1 if any differ. Needs nvcc and no GPU.
 
     python scripts/compare_kernels.py HEAD~1               a few kernels of each operator: some minutes on two cores
     python scripts/compare_kernels.py main -k all_reduce   those with "all_reduce" in their names

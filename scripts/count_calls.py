@@ -1,8 +1,8 @@
 """Count the calls of the package between a public function and the launch: python scripts/count_calls.py [WALK]
 
-Two PEs, threads of this process on the host backend, make each call until all plans are there, and once more under
-`sys.setprofile` on PE 0. Every frame of the package that Python enters counts, that of a comprehension too, and a
-generator each time that it goes on. The backward pass runs in the calling thread, as autograd does on CPUs.
+Two PEs, threads of this process on the host backend, make each call until all plans exist, and once more under
+`sys.setprofile` on PE 0. Every frame of the package that Python enters counts, also frames of comprehensions; a
+generator counts each time that it continues. The backward pass runs in the calling thread, as autograd does on CPUs.
 
     python scripts/count_calls.py                 the table: calls, files, moves from file to file, depth
     python scripts/count_calls.py collection      the calls of one walk, indented by depth
@@ -25,7 +25,7 @@ import persistent_ops as po
 __all__ = ["Call", "Summary", "count_on_pe", "counted", "summary_of"]
 
 PACKAGE = f"{Path(po.__file__).parent}/"
-_WARM = 4  # calls, behind which plans, pools and guards are there
+_WARM = 4  # calls, after which plans, pools and guards exist
 _ROWS, _DIM, _BATCH, _POOLING = 100, 16, 8, 2
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that the Makefile's targets run in. Usage: make_venv.sh FOLDER
+# Makes the virtual environment for the Makefile's targets. Usage: make_venv.sh FOLDER
 #   PYTHON                the Python to make it from (default python3)
 #   PERSISTENT_OPS_TORCH  what to install as torch on a machine without a GPU (default torch==2.13.0)
 set -euo pipefail

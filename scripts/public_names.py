@@ -1,4 +1,4 @@
-"""The public names of `po` and `po.nn`: functions, classes, methods and parameters, and what is said of each."""
+"""The public names of `po` and `po.nn`: functions, classes, methods and parameters, with their descriptions."""
 
 from __future__ import annotations
 

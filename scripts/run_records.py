@@ -1,4 +1,4 @@
-"""Runs on record: what each has written about a world, and why one may not be shown."""
+"""Runs on record: the lines that each has written about a world, and the reason if one may not be shown."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Tables of the documents, made from records and code: this reports which differ, and --write replaces them.
+"""Tables of the documents, made from records and code: reports which tables differ; --write replaces them.
 
-A document holds a table between two comments, of which the first one names it:
+A document has a table between two comments. The first one names the table:
 
     <!-- table: runs gemv_all_reduce -->
     <!-- end of table -->
 
-Figures come from benchmarks/results/*.jsonl: of an operator's records the newest one on each number of GPUs.
+Figures come from benchmarks/results/*.jsonl: an operator's newest record for each number of GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The backward pass by other libraries: the gradient through all_to_all_single, then torch's kernels or FBGEMM's.
 
 FBGEMM's table-batched embeddings update tables in their own backward pass, as MLPerf's references and TorchRec do. They
-are given the same memory for tables and states as torch's kernels, since two copies of the largest case's do not fit.
+use the same memory for tables and states as torch's kernels, since two copies of the largest case do not fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tables and states must be after some backward passes: the sums and the formulas in fp64, a table at a time."""
+"""Expected tables and states after some backward passes: the sums and the formulas in fp64, a table at a time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}  # half of what 1 i
 class Reference:
     """The tables of one case after passes with given sets.
 
-    A difference is told as a share of what rounding explains. A sum of n gradients of at most 1, in whatever order, is
-    taken to be off by 8 n units in the last place of fp32, and by one of the wire's dtype, in which a library may keep
-    it; what that makes of row and state follows from the formulas' derivatives, for states of at least 0.5.
+    A difference is reported as a share of what rounding explains. For a sum of n gradients of at most 1, in any order,
+    an error of 8 n units in the last place of fp32 is accepted, and one unit of the wire's dtype, in which a library
+    may keep the sum. The errors of row and state follow from the formulas' derivatives, for states of at least 0.5.
 
     Args:
         world: of this PE.
@@ -122,7 +122,7 @@ class RowsReference:
         self.off = torch.zeros(1) if self.state is None else torch.zeros_like(self.state)
 
     def step(self, sums: torch.Tensor, counts: torch.Tensor) -> None:
-        """Update the rows with sums of gradients `[n, D]`, of so many each `[n, 1]`; those of none stay."""
+        """Update the rows with sums of gradients `[n, D]`; `counts` `[n, 1]`: gradients per row. Rows without stay."""
         fp32 = UNIT["fp32"]
         sums_off = 8 * fp32 * counts + (0 if self._sum_unit == fp32 else 2 * self._sum_unit * sums.abs())
         step, step_off = sums, sums_off

@@ -1,7 +1,7 @@
-"""The cases of the backward pass, and the least that one has to move.
+"""The cases of the backward pass, and the least traffic of a case.
 
-A PE has N lookups of U rows, in tables of rows of w bytes; O are the bytes of its part of the batch's gradient, which
-is also what all PEs together bring for its own tables; P is the number of PEs.
+A PE has N lookups of U rows, in tables of rows of w bytes. O is the size in bytes of its part of the batch's gradient;
+all PEs together bring as many bytes for its own tables. P is the number of PEs.
 """
 
 from __future__ import annotations

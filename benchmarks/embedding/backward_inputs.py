@@ -1,4 +1,4 @@
-"""Tables, states and gradients of the backward pass: what they are at first can be made again, a table at a time."""
+"""Tables, states and gradients of the backward pass. Their first values can be made again, a table at a time."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The operator's backward pass as functions that can be called again and again.
 
-This is the only place that knows how the package calls it. Backward alone is the method that autograd's node calls
-(`EmbeddingOptimizer._backward`): it needs no forward pass before it, so it can be repeated, and captured by itself; the
-check compares its bits with those of a forward and backward pass through autograd. The parts of such a call, sort by
-row and kernel, are called with what the call itself passes to them.
+This is the only module that knows how the package calls its backward pass. Backward alone is the method that autograd's
+node calls (`EmbeddingOptimizer._backward`). It needs no forward pass before it, so it can be repeated, and captured by
+itself. The check compares its bits with the bits of a forward and backward pass through autograd. The parts of such a
+call, sort by row and kernel, get the arguments that the call itself passes to them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shapes that are measured, and what they move."""
+"""The measured shapes, and the bytes that they move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to pool and exchange that are compared, all over the same tables and lookups."""
+"""The ways to pool and exchange, for a comparison. All use the same tables and lookups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that the benchmarks of the embedding's forward and backward pass share."""
+"""Options of both benchmarks, of the embedding's forward pass and of its backward pass."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def without_fbgemm(methods: Sequence[str]) -> tuple[str, ...]:
 
 
 def available(experiment: Experiment[Any], methods: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods, without FBGEMM's where a PE does not have it, which the record tells; collective."""
+    """Return the methods, without FBGEMM's if a PE does not have it; the record reports that; collective."""
     others = without_fbgemm(methods)
     problem = None if len(others) == len(methods) else agree(why_no_fbgemm())
     if problem is None:

@@ -1,4 +1,4 @@
-"""What pooled rows, updated rows and states must be, in fp64: of some samples, and of some rows of every table."""
+"""Expected pooled rows, updated rows and states, in fp64: of some samples, and of some rows of every table."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _AT_ONCE = 1 << 17  # lookups whose gradients are summed at a time
 class StepReference:
     """The reference of one case; collective.
 
-    Differences are told as shares of what rounding explains, see `embedding.backward_check`. Rows that no bag has must
-    keep their bits.
+    Differences are reported as shares of what rounding explains, see `embedding.backward_check`. Rows that no bag has
+    must keep their bits.
 
     Args:
         world: of this PE.
         case, sizes: what is checked.
         tables: of this PE.
-        batches: of this PE. Those of others come by broadcasts of torch.distributed.
+        batches: of this PE. Other PEs' batches come by broadcasts of torch.distributed.
     """
 
     def __init__(self, world: World, case: Case, sizes: Sizes, tables: StepTables, batches: Sequence[Batch]) -> None:

@@ -1,4 +1,4 @@
-"""What PEs bring to a step: lookups of their own samples, and the gradient of what is pooled of them."""
+"""A PE's input of a step: lookups of its own samples, and the gradient of its pooled rows."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Clock:
         self._spans: dict[str, list[_Span]] = {}
 
     def now(self) -> Any:
-        """Return a mark behind what the current stream has."""
+        """Return a mark after the work of the current stream."""
         if not self._is_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -131,7 +131,7 @@ class OurStep(Step):
             super().run_timed(number, clock)
 
     def run_ahead(self, numbers: Sequence[int]) -> torch.Tensor:
-        """Make steps whose lookups, but the first ones', travel behind the forward pass before, on another stream.
+        """Make steps. From the second one on, lookups travel on another stream, after the forward pass before.
 
         Returns:
             What the first step has pooled.
@@ -181,7 +181,7 @@ def _inversions_on(clock: Clock) -> Iterator[None]:
 class BaselineStep(Step):
     """The same tables, exchanged through torch.distributed.
 
-    A graph has no host that could read how many lookups come: what a batch's first step has read is told again.
+    A graph cannot read on the host how many lookups come: the numbers of a batch's first step are used again.
 
     Args:
         embedding: the tables.
@@ -209,7 +209,7 @@ class BaselineStep(Step):
         self.embedding.optimizer.step()
 
     def run_told(self, number: int) -> torch.Tensor:
-        """Make a step that waits for nothing on the host, behind a first one that does."""
+        """Make a step that waits for nothing on the host, after a first one that does."""
         self.embedding.read = self._counts.setdefault(number, KnownCounts())
         try:
             return self.run(number)

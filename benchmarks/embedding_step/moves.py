@@ -1,7 +1,7 @@
-"""The least that a PE has to move in a step, phase by phase, by the rows that its batches touch.
+"""The least traffic of a PE in a step, phase by phase, by the rows that its batches touch.
 
-With P PEs and B samples, of which a PE has b: a table's slice has N lookups of U rows of w bytes with s bytes of
-states; D' are the bytes of a sample's columns that the PE pools for all, and A those that it gets from others.
+There are P PEs and B samples; a PE has b samples. A table's slice has N lookups of U rows of w bytes, with s bytes of
+states. D' is the size in bytes of a sample's columns that the PE pools for all; A is the size that it gets from others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepMoves:
 def step_moves(world: World, case: Case, sizes: Sizes, tables: StepTables, batches: Sequence[Batch]) -> StepMoves:
     """Return what this PE moves, the mean over the batches; collective.
 
-    - *exchange*: its lookups are read (8 bytes each), those of its slices written; it sends 4 bytes for each of its
+    - *exchange*: its lookups are read (8 bytes each), lookups of its slices written; it sends 4 bytes for each of its
       lookups elsewhere.
     - *forward*: ``U w + 4 N`` read, the result written; it sends ``(B - b) D'``.
     - *backward*: gradients are read, and what arrives, ``(B - b) D'``, is written and read; ``2 U (w + s)`` and

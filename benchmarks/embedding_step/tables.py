@@ -1,8 +1,8 @@
 """Tables and states of a step, in memory that all methods and cases of a run share, with first values made in place.
 
-MLPerf's tables and Adagrad's states have 209 GB, so that there is room for no copy: whoever updates them writes to the
-same memory, and they are made anew before each check. An element's first value is a hash of its table, row and column,
-so that any row of any placement can be told without the others.
+MLPerf's tables and Adagrad's states have 209 GB, so a copy does not fit. Every method writes to the same memory, and
+the tables are made again before each check. An element's first value is a hash of its table, row and column, so any row
+of any placement can be computed without the others.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Memory:
         )
 
     def vectors(self, layout: Layout, case: Case, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a PE's tables, one behind the other, and their states."""
+        """Return a PE's tables, one after the other, and their states."""
         tables, states = room_of(layout, case, rank)
         return self._tables[:tables].view(case.torch_dtype()), self._states[:states].view(torch.float32)
 
@@ -126,7 +126,7 @@ class StepTables:
     Attributes:
         collection: see above; its gradients are means over the PEs.
         layout: of it.
-        slots: this PE's, those that all PEs have behind the others.
+        slots: this PE's; slots that all PEs have come last.
         vectors: memory of the tables that the PEs share out, and of their states.
     """
 

@@ -1,4 +1,4 @@
-"""One case of the embedding part of a step: the methods, over the same tables."""
+"""One case of the embedding part of a step: all methods use the same tables."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StepTrial(Trial):
         moves = step_moves(world, case, sizes, tables, self._batches)
         limits = gather(limit(ceilings, moves.phases)[0])
         slowest = limits.index(max(limits))
-        # All PEs tell of the one that has the most to do.
+        # All PEs report the values of the PE with the most to do.
         self._moved: dict[str, Any] = gather(
             {
                 "unique_rows": moves.unique_rows,
@@ -127,7 +127,7 @@ class StepTrial(Trial):
     # ---- checks ------------------------------------------------------------------------------------------------------
 
     def check(self) -> dict[str, Any]:
-        """Compare what a step pools, and the rows behind a step with each set in turn."""
+        """Compare what a step pools, and the rows after a step with each set in turn."""
         failures: list[str] = []
         runs_beside = False
         worst = {True: 0.0, False: 0.0}
@@ -156,7 +156,7 @@ class StepTrial(Trial):
         return self._ours.run_ahead(range(NUM_SETS))
 
     def check_replays(self, subjects: Mapping[str, Subject]) -> list[str]:
-        """Compare the rows behind a replay."""
+        """Compare the rows after a replay."""
         failures: list[str] = []
         for name, subject in subjects.items():
             if not name.endswith("_eager"):
@@ -198,7 +198,7 @@ class StepTrial(Trial):
             failures.append(f"{what}{where} is {_far(share)}")
         return failures, max(worst, share)
 
-    # ---- what is told ------------------------------------------------------------------------------------------------
+    # ---- reports -----------------------------------------------------------------------------------------------------
 
     def measured(self, name: str, calls: int) -> dict[str, Any]:
         return dict(self._moved)

@@ -1,4 +1,4 @@
-"""Correctness of what is timed, in the run that times it."""
+"""Checks of the timed results, in the run that times them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_methods(world: World, methods: Methods, chosen: tuple[str, ...]) -> di
 
 
 def _check_single_vectors(world: World, methods: Methods, fused: torch.Tensor) -> list[str]:
-    """Compare the first and the last vector's result with that of the vector alone."""
+    """Compare the first and the last vector's result with the result of the vector alone."""
     failures = []
     for number in sorted({0, methods.shape.vectors - 1}) if methods.shape.vectors > 1 else ():
         alone = po.gemv_all_reduce(methods.weights[0], methods.x[number].contiguous())

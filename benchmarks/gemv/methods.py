@@ -1,4 +1,4 @@
-"""The ways to multiply and sum that are compared, all over the same weights and vectors."""
+"""The ways to multiply and sum, for a comparison. All use the same weights and vectors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Choice:
     prefetch_weight: bool = False
 
 
-# Nothing on the stream writes weights: the kernel before each call is that of the call before, so they may prefetch.
+# Nothing on the stream writes weights: each kernel follows the previous call's kernel, so calls may prefetch.
 CHOICES = {
     "fused": Choice(),
     "one_shot": Choice("one_shot"),
@@ -109,7 +109,7 @@ class Methods:
         return not any(tensor.data_ptr() % 16 for tensor in (*self.weights, self.x)) and row_bytes % 16 == 0
 
     def available(self, world: World, chosen: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of the chosen methods that this world can run."""
+        """Return the chosen methods that this world can run."""
         if world.size == 1:
             return tuple(name for name in chosen if name in ALONE)
         missing = SYMMETRIC if self._symmetric is None else ()

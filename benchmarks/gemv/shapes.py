@@ -1,4 +1,4 @@
-"""The shapes that are measured, and what they read."""
+"""The measured shapes, and the bytes that they read."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the operators' benchmarks share: PEs, timing, ceilings, records and tables."""
+"""The common parts of the operators' benchmarks: PEs, timing, ceilings, records and tables."""

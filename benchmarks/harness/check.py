@@ -1,4 +1,4 @@
-"""What the checks of all benchmarks share."""
+"""The common parts of all benchmarks' checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands of all benchmarks share: options, worlds one after the other, the record, and the exit code."""
+"""The common parts of all benchmarks' commands: options, worlds one after the other, the record, the exit code."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _state_of(path: Path) -> tuple[int, ...]:
 
 
 def _states_beside(path: Path) -> dict[Path, tuple[int, ...]]:
-    """Return those of the files in its folder."""
+    """Return the states of the files in its folder."""
     return {file: _state_of(file) for file in path.parent.glob("*") if file.is_file()}
 
 

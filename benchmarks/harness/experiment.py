@@ -1,7 +1,7 @@
-"""One experiment: an operator's cases are made ready, checked, recorded, timed in turn and written down, on every PE.
+"""One experiment: an operator's cases are made, checked, recorded, timed in turn and written down, on every PE.
 
-An operator's benchmark is a subclass of Experiment, which lists cases and makes a Trial of each: the methods as calls,
-what their results must be, and the least that has to be moved. All else is here.
+An operator's benchmark is a subclass of Experiment. It lists cases and makes a Trial of each: the methods as calls, the
+expected results, and the least traffic. Everything else is in this module.
 """
 
 from __future__ import annotations
@@ -99,10 +99,10 @@ class Experiment(ABC, Generic[_Case]):
         traced_methods: that --trace records where no methods are asked for; none: the first one.
         knobs: what --sweep can go through: a field of the Tuning and its values; none for shares of the GPU's SMs.
         correct: what is printed where no check failed; the largest numbers of the checks stand for their names.
-        note: behind the description of the run, such as the dtype.
+        note: printed after the description of the run, such as the dtype.
         preparing: what is done before the ceilings are measured.
         read_bytes, store_bytes: of the ceilings' buffers, by backend.
-        shares: of single calls that a spread tells, by the field of the record.
+        shares: of single calls, whose spread is reported, by the field of the record.
     """
 
     name: ClassVar[str]

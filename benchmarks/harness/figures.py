@@ -1,4 +1,4 @@
-"""What the figures of all benchmarks share."""
+"""The common parts of all benchmarks' figures."""
 
 from __future__ import annotations
 

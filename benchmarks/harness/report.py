@@ -1,4 +1,4 @@
-"""What the tables of all benchmarks share: the description of the run, what was found wrong, and the tables' form."""
+"""The common parts of all benchmarks' tables: the description of the run, the errors found, and the tables' form."""
 
 from __future__ import annotations
 

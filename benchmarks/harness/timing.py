@@ -1,4 +1,4 @@
-"""Times of what runs on a PE's stream: CUDA-graph replays, interleaved in rounds; plain calls on the host backend."""
+"""Times of work on a PE's stream: CUDA-graph replays, interleaved in rounds; plain calls on the host backend."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Subject:
 
 @contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Queue on another stream, behind what the current one has and before what it gets later; None: on the current."""
+    """Queue on another stream, after the current one's work so far and before its later work; None: on the current."""
     if stream is None:
         yield
         return
@@ -88,7 +88,7 @@ def record(world: World, calls: Sequence[Callable[[], object]], *, stream: torch
 
 
 def _burst_seconds(world: World, replay: Callable[[], object], replays: int) -> float:
-    """Return the seconds that `replays` replays take on this PE, behind one that lets all PEs begin together."""
+    """Return the seconds that `replays` replays take on this PE, after one that lets all PEs begin together."""
     world.barrier()
     replay()
     if world.backend.name != "cuda":
@@ -114,7 +114,7 @@ def time_interleaved(
         world: of this PE; all PEs pass the same subjects.
         subjects: by name.
         rounds: times per subject.
-        burst_seconds: a time is that of a burst of replays that takes at least about this long.
+        burst_seconds: a time is taken of a burst of replays that lasts at least about this long.
 
     Returns:
         Seconds per call on this PE, one number per round, by name.
@@ -154,7 +154,7 @@ def time_replays(
 
 
 def _time_batch(world: World, first: Callable[[], object], batch: Sequence[Callable[[], object]]) -> list[float]:
-    """Return the seconds of each replay, behind one that is not timed."""
+    """Return the seconds of each replay, after one that is not timed."""
     world.barrier()
     if world.backend.name != "cuda":
         first()

@@ -1,4 +1,4 @@
-"""Timelines of one case's launches, of each method asked for, what they come to, and what recording them costs."""
+"""Timelines of one case's launches, of each method asked for; the sums of their times, and the cost of recording."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def tracing_cost(
 ) -> dict[str, Any]:
     """Time calls with kernels that trace and with those that do not; collective.
 
-    On GPUs graphs of both take turns. On the host backend, where what traces is planned anew in each context, one
-    comes behind the other.
+    On GPUs graphs of both take turns. On the host backend, where traced kernels are planned again in each context, one
+    comes after the other.
 
     Returns:
         Fields of a "tracing_cost" line: microseconds a call, traced and not, and the share of work-groups that found no

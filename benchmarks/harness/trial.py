@@ -1,4 +1,4 @@
-"""One case of an experiment on one PE: the methods as calls, what their results must be, and the least they move."""
+"""One case of an experiment on one PE: the methods as calls, the expected results, and the least traffic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Trial(ABC):
         fields: that name the case in each of its lines in the record.
         methods: that can run here, of those asked for.
         moved: bytes that a PE reads from its memory, and sends to peers, at the least, for the limit of a time; None
-            where the record tells the limit elsewhere.
+            where the record has the limit elsewhere.
     """
 
     fields: dict[str, Any]
@@ -61,7 +61,7 @@ class Trial(ABC):
         return {}
 
     def problem_of(self, name: str, tuning: Any) -> str | None:
-        """Return why there is no kernel of a method for a Tuning, or None where there is one, or the call will tell.
+        """Return why a method has no kernel for a Tuning; None if it has one, or if only the call shows it.
 
         Launches nothing.
         """

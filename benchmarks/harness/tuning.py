@@ -1,4 +1,4 @@
-"""Grids of an operator's Tuning: reading them, walking through them, compiling what they need."""
+"""Grids of an operator's Tuning: reading them, walking through them, compiling their kernels."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def occupancies(backend: str) -> tuple[int, ...]:
 
 
 def combinations(tuning: type[_Tuning], grid: Grid, mode: str) -> Iterator[_Tuning]:
-    """Yield the default Tuning, then those of the grid: all products, or ("star") one field at a time."""
+    """Yield the default Tuning, then the grid's: all products, or ("star") one field at a time."""
     seen = {tuning()}
     yield tuning()
     if mode == "star":

@@ -1,4 +1,4 @@
-"""The cases that are measured, and what they hold."""
+"""The measured cases, and their contents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
         rows_per_rank: n, that each PE has.
         dim: elements of a row.
         distribution: of each PE's rows: "uniform"; "zipf": the row of rank k is drawn with a weight of k^-skew, without
-            putting it back; "overlap": `shared` of the rows are those of all PEs, the others nobody else's.
+            putting it back; "overlap": `shared` of the rows are on all PEs, the others on one PE.
         skew: see "zipf".
         shared: see "overlap"; 0 is disjoint, 1 identical.
         point: where a sweep has this case on its axis.

@@ -1,4 +1,4 @@
-"""Correctness of what is timed, in the run that times it."""
+"""Checks of the timed results, in the run that times them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an eager call keeps the host busy, beside its wait for the number of rows."""
+"""The time that an eager call keeps the host busy, without its wait for the number of rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["time_host"]
 def time_host(world: World, call: Callable[[], object], *, trials: int) -> float:
     """Return the seconds of a call, without those in which it waits for a launch; collective.
 
-    The GPU has nothing else to do then: a call that waited because of others would not tell. On the host backend, where
-    to launch a kernel is to run it, the kernel's time is among them.
+    The GPU has no other work then; waits for other work would spoil the time. On the host backend a launch runs the
+    kernel, so the kernel's time is included.
 
     Args:
         world: of this PE.

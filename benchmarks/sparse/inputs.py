@@ -34,7 +34,7 @@ def draw_set(case: Case, *, rank: int, world_size: int, number: int, device: tor
     indices = draw_rows(case, rank=rank, world_size=world_size, number=number, device=device)
     generator = torch.Generator(device).manual_seed(_SEED * (number + 1) + 2 * rank + 1)
     values = torch.empty(case.rows_per_rank, case.dim, dtype=DTYPE, device=device).uniform_(-1, 1, generator=generator)
-    # Uniform numbers are multiples of one small number, whose sums are exact in any order; those of products are not.
+    # Uniform numbers are multiples of one small number, so their sums are exact in any order. Sums of products are not.
     values.mul_(torch.empty_like(values).uniform_(0, 1, generator=generator))
     sparse = torch.sparse_coo_tensor(
         indices.view(1, -1), values, (case.rows, case.dim), is_coalesced=True, check_invariants=False
@@ -83,7 +83,7 @@ def _overlapping(case: Case, rank: int, world_size: int, number: int) -> torch.T
 def _zipf(case: Case, generator: torch.Generator, device: torch.device) -> torch.Tensor:
     """Draw distinct rows one after the other, each with its weight's share of those that are left.
 
-    The n largest of (log weight + Gumbel noise) are such a draw.
+    The rows of the n largest (log weight + Gumbel noise) are drawn.
     """
     ranks = torch.arange(1, case.rows + 1, dtype=torch.float64, device=device)
     uniform = torch.rand(case.rows, dtype=torch.float64, device=device, generator=generator).clamp_(min=1e-300)

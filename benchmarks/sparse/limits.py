@@ -1,4 +1,4 @@
-"""The least that must travel, and what each method sends."""
+"""The least traffic of a case, and the bytes that each method sends."""
 
 from __future__ import annotations
 

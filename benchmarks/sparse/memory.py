@@ -1,4 +1,4 @@
-"""Peak memory of a call, beside what its input and its result take."""
+"""Peak memory of a call, without its input and its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GATHERING = ("allgather", "into_allgather")
 
 
 class MemoryMeter:
-    """Tells what the operator keeps from what the benchmark has allocated. It measures on GPUs only.
+    """Separates the operator's memory from the benchmark's memory. It measures on GPUs only.
 
     Make it before the first call of the operator in a world. Call `case_begins` and `case_ready` around the making of a
     case's buffers.

@@ -1,4 +1,4 @@
-"""The ways to sum sparse gradients that are compared, all over the same inputs."""
+"""The ways to sum sparse gradients, for a comparison. All use the same inputs."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Methods:
         Args:
             name: of METHODS.
             number: of the input.
-            union: `[u]`, the rows that the result should have; only the dense gradient needs to be told.
+            union: `[u]`, the rows that the result should have; only the dense gradient needs them.
         """
         if name == "dense_reduce":
             self.fill_dense(number)

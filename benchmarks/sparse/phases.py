@@ -1,6 +1,6 @@
-"""How long the phases of the operator's launches take.
+"""The durations of the phases of the operator's launches.
 
-Every launch leaves time stamps of its first WG in a report that the host can read, whether or not anybody asks.
+Every launch leaves time stamps of its first WG in a report that the host can read, also if no one asks for it.
 """
 
 from __future__ import annotations

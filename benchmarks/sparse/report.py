@@ -49,7 +49,7 @@ def tables(lines: Sequence[_Line]) -> Iterator[Any]:
 
 
 def _skipped(lines: Sequence[_Line], pes: int) -> Iterator[str]:
-    """Yield a line per method and kind of reason; a reason's second half, behind a semicolon, is its kind."""
+    """Yield a line per method and kind of reason; a reason's second half, after a semicolon, is its kind."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for line in select(lines, "skipped", pes=pes):
         own, _, kind = line["reason"].partition("; ")
