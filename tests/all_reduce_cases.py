@@ -1,7 +1,7 @@
-"""Inputs of all_reduce and all_reduce_rms_norm for the tests, a model of their exact bits, and how a case is called.
+"""Test inputs of all_reduce and all_reduce_rms_norm, a model of their exact bits, and the calls of a case.
 
-Data depends on (case, rank, iteration); every PE can compute every other's inputs. Values have sizes far apart, so
-that the bits of a sum tell in which order it was made.
+Data depends on (case, rank, iteration), so every PE can compute the inputs of every other PE. Magnitudes differ
+widely, so the bits of a sum show the order of the additions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Inputs:
 
 
 def sum_model(inputs: Inputs) -> torch.Tensor:
-    """In fp32: the PEs in rank order, bias, residual; rounded once."""
+    """In fp32: the PEs in rank order, bias, residual. One rounding at the end."""
     total = inputs.xs[0].float()
     for x in inputs.xs[1:]:
         total = total + x.float()
@@ -59,7 +59,7 @@ def _tree(values: torch.Tensor) -> torch.Tensor:
 
 
 def _in_turn(values: torch.Tensor) -> torch.Tensor:
-    """Add up the last dimension one by one."""
+    """Add up the last dimension one element after the other."""
     total = torch.zeros(values.shape[:-1])
     for value in values.unbind(-1):
         total = total + value
@@ -67,7 +67,7 @@ def _in_turn(values: torch.Tensor) -> torch.Tensor:
 
 
 def norm_model(total: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Of the rounded sum: squares by chunks of 16 bytes, 32 chunks as a tree, 32 blocks as another one."""
+    """Sum the squares of the rounded sum: chunks of 16 bytes, a tree of 32 chunks, a tree of 32 blocks."""
     width, elements = total.shape[-1], 16 // total.element_size()
     values = total.float().reshape(-1, width)
     groups = -(-width // (32 * 32 * elements))
@@ -75,7 +75,7 @@ def norm_model(total: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     padded[:, :width] = values * values
     of_blocks = _tree(_in_turn(padded.view(len(values), groups * 32, 32, elements)))
     squares = _tree(_in_turn(of_blocks.view(len(values), groups, 32).transpose(1, 2)))
-    # Torch multiplies by the reciprocal of a divisor that is the same for all; numpy divides.
+    # For a divisor that is the same for all elements, torch multiplies by the reciprocal. numpy divides.
     mean = squares.numpy() / np.float32(width)
     factor = torch.from_numpy(np.float32(1) / np.sqrt(mean + np.float32(inputs.eps)))
     norm = values * factor[:, None] * (torch.tensor(inputs.weight_bias) + inputs.weight.float())
@@ -94,7 +94,7 @@ class Case:
 
     Attributes:
         norms: whether the norm is asked for.
-        is_shifted: tensors begin one element behind an aligned address.
+        is_shifted: tensors begin one element after an aligned address.
     """
 
     name: str
@@ -123,7 +123,7 @@ CASES = [
 ]
 _NAMES = ("ragged, fp32", "larger", "norm, ragged rows, fp16", "norm, a batch")
 FEW = [next(case for case in CASES if case.name == name) for name in _NAMES]
-# By iteration: what is passed, and where results go: to new memory, to an output, or into an input's place.
+# By iteration: what is passed, and where results go (new memory, an output, or the memory of an input).
 WAYS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ((), "new", "new"),
     (("residual",), "new", "out"),
@@ -135,7 +135,7 @@ WAYS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def make_inputs(case: Case, world: int, iteration: int) -> Inputs:
-    """Make what all PEs pass; another order of the sums would give other bits."""
+    """Make what all PEs pass. Another order of the additions gives other bits."""
     rng = torch.Generator().manual_seed(zlib.crc32(f"{case.name} {iteration}".encode()))
 
     def draw(*shape: int) -> torch.Tensor:
@@ -157,14 +157,14 @@ def make_inputs(case: Case, world: int, iteration: int) -> Inputs:
 @serially
 @functools.lru_cache(maxsize=32)
 def expected(case: Case, world: int, iteration: int) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return what all PEs pass, and the sum and the norm that every PE must get; nobody may write to them."""
+    """Return what all PEs pass, and the sum and the norm that every PE must get. Nobody may write to them."""
     inputs = make_inputs(case, world, iteration)
     total = sum_model(inputs)
     return inputs, (total, norm_model(total, inputs) if case.norms else None)
 
 
 def placed(tensor: torch.Tensor | None, is_shifted: bool) -> torch.Tensor | None:
-    """Return a copy on the device, one element behind an aligned address where it is to be shifted."""
+    """Return a copy on the device. A shifted copy begins one element after an aligned address."""
     if tensor is None:
         return None
     if not is_shifted:
@@ -177,7 +177,7 @@ def placed(tensor: torch.Tensor | None, is_shifted: bool) -> torch.Tensor | None
 def call(
     case: Case, inputs: Inputs, iteration: int, algorithm: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Call the operator in an iteration's way; return its results."""
+    """Call the operator as the iteration demands, and return its results."""
     _, total_to, norm_to = WAYS[iteration]
     x = placed(inputs.xs[po.rank()], case.is_shifted)
     assert x is not None

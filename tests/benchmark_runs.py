@@ -1,4 +1,4 @@
-"""Benchmarks that are run small on the host backend, and the lines of their records."""
+"""Small runs of benchmarks on the host backend, and the lines of their records."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["lines_of", "run"]
 
 
 def run(benchmark: str, *arguments: str) -> int:
-    """Run a benchmark, a quick look at the host backend; return its exit code."""
+    """Run a benchmark quickly on the host backend, and return its exit code."""
     return int(importlib.import_module(benchmark).main(["--quick", "--backend", "host", *arguments]))
 
 
 def lines_of(benchmark: str, folder: Path, kind: str, *, of: str = "") -> list[dict[str, Any]]:
-    """Return the lines of a kind in a benchmark's record; `of`: such as "tuning", for one beside the record."""
+    """Return the lines of a kind in a benchmark's record. `of` selects another record beside it, such as "tuning"."""
     return select(read_lines(folder / f"{benchmark}{of and '_' + of}.jsonl"), kind)

@@ -1,6 +1,6 @@
-"""Comparisons of results whose host does not wait for each.
+"""Comparisons of results on the device. The host looks at many of them at once.
 
-Where worlds take turns on GPUs, a host that waits for its PE's turn waits for the turns of all others.
+Where worlds take turns on GPUs, a host that waits for its PE's turn also waits for the turns of all other worlds.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ TURNS_PER_LOOK = 20
 
 
 class Checks:
-    """Comparisons that the device makes where it comes to them; the host looks at those of several turns at once."""
+    """Comparisons that run on the device in stream order. The host looks at them once in several turns."""
 
     def __init__(self) -> None:
         self._counts: list[tuple[str, torch.Tensor]] = []
         self._problems: list[str] = []
 
     def compare(self, what: str, found: torch.Tensor, want: torch.Tensor) -> None:
-        """Compare the bits of two tensors on one device, on the current stream; `what` begins the message."""
+        """Compare the bits of two tensors on one device, on the current stream. `what` begins the message."""
         if (found.shape, found.dtype, found.device) != (want.shape, want.dtype, want.device):
             self.tell(what, difference(found, want))
         else:
             self._counts.append((what, (bits(found.contiguous()) != bits(want.contiguous())).sum()))
 
     def tell(self, what: str, problem: str | None) -> None:
-        """Add what was found by other means, or None."""
+        """Add a problem that was found by other means, or None."""
         if problem is not None:
             self._problems.append(f"{what}: {problem}")
 
     def look(self, turn: int | None = None) -> list[str]:
-        """Wait for what was compared; return what was wrong. With a turn: now and then, or where much has come up."""
+        """Wait for the comparisons and return what was wrong. `turn`: wait only at some turns, or after a problem."""
         if turn is not None and turn % TURNS_PER_LOOK and not self._problems:
             return []
         counts = torch.stack([count for _, count in self._counts]).tolist() if self._counts else []

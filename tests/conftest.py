@@ -1,4 +1,4 @@
-"""Options shared by all tests: which backend the operator tests run on."""
+"""Options shared by all tests, such as the backend of the operator tests; the distribution of tests over workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ sys.path[:0] = FOLDERS  # of PEs too, which unpickle functions of test files
 collect_ignore = ["new_operator"]  # for a checkout of its own (test_new_operator.py)
 _WORKERS_PER_GPU = 4
 _WORKER_MIB = 28 << 10  # of a GPU's memory: ten kept PEs, and the default heaps (4 GiB) of four for a while
-_WORKERS_PER_GPU_APART = 2  # whose PEs are on all GPUs
+_WORKERS_PER_GPU_APART = 2  # whose PEs use all GPUs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Share what the machine has, before torch is imported and looks at it."""
+    """Limit this process to its share of the machine, before torch is imported and looks at the machine."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; tests of Ctrl-C send it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # PEs are many and cores are few: torch's threads would spin
@@ -62,12 +62,12 @@ def _is_rehearsal(config: pytest.Config) -> bool:
 
 
 def _is_apart(config: pytest.Config) -> bool:
-    """Return whether this run is of what is worth a GPU for each PE."""
+    """Return whether this run has the tests that deserve a GPU for each PE."""
     return str(config.option.markexpr).strip() == "apart"
 
 
 def _gpus() -> list[str]:
-    """Return the GPUs that tests may use; torch must not be asked, it would remember."""
+    """Return the GPUs that tests may use, without torch, which would remember the answer."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return given.split(",")
@@ -82,9 +82,9 @@ def _gpu_mib() -> int:
 
 
 def _gpus_of(worker: str, *, is_apart: bool) -> list[str]:
-    """Return the GPUs of one of pytest-xdist's workers: one, which the PEs of its tests share, or all of them.
+    """Return the GPUs of a pytest-xdist worker: one GPU that the PEs of its tests share, or all GPUs.
 
-    Most worlds are of two PEs, which take the first ones: of each worker another two.
+    Most worlds have two PEs, which take the first two GPUs, so each worker begins at another pair.
     """
     devices, number = _gpus(), int(worker.removeprefix("gw"))
     first = (2 * number if is_apart else number) % len(devices)
@@ -93,9 +93,9 @@ def _gpus_of(worker: str, *, is_apart: bool) -> list[str]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """Say what `-n auto` means on GPUs: their PEs take turns on them, and start on CPU cores."""
+    """Return the number of workers for `-n auto` on GPUs: PEs take turns on the GPUs, but start on CPU cores."""
     if _is_rehearsal(config):
-        return max(1, (os.cpu_count() or 2) // 2)  # the compilers want cores too
+        return max(1, (os.cpu_count() or 2) // 2)  # the compilers need cores too
     if config.getoption("--backend") != "cuda":
         return None
     gpus = len(_gpus())
@@ -113,8 +113,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return "host" if _is_rehearsal(request.config) else str(request.config.getoption("--backend"))
 
 
-# The files that take longest: first, so that no worker is left with one of them when the others are done (pytest-xdist
-# hands them out in this order). The first ones wait as much as they compute.
+# The slowest files come first, so that no worker still runs one when the others are done. pytest-xdist hands tests out
+# in this order. The first files wait as much as they compute.
 _LONG = (
     "sparse_sanitizer",
     "lifecycle",
@@ -139,7 +139,7 @@ _LONG = (
     "dlrm_graph",
 )
 
-# Files and functions, likewise; half a minute and more with eight workers on a GPU.
+# Files and functions in the same order. Each takes half a minute or more with eight workers on a GPU.
 _LONG_ON_GPUS = (
     "test_each_world_has_the_heap_size_that_it_asked_for",
     "test_beside_nccl",
@@ -163,7 +163,7 @@ _LONG_ON_GPUS = (
     "test_gemv_protocol",
 )
 
-# Functions that wait for their turn to have the GPUs alone (gpu_turns.py): last, as their workers do nothing else then.
+# Functions that wait for their turn to have the GPUs alone (gpu_turns.py). They run last, as they block their workers.
 _ALONE_ON_GPUS = (
     "test_a_thousand_replays_with_changing_inputs",
     "test_launches_that_take_each_other_s_results",
@@ -177,7 +177,7 @@ def _place_on_gpus(item: pytest.Item) -> int:
     return first + len(_LONG_ON_GPUS) * any(name in names for name in _ALONE_ON_GPUS)
 
 
-# Whose tests share what the first of them makes: in each world, where parameters begin with one, or a part of it.
+# Tests of these files share what the first one makes. Tests with parameters share it per world (the first parameter).
 _SHARING = (
     "test_bits",
     "test_gradients_are_those_of_one_process",
@@ -189,9 +189,9 @@ _SCOPE = re.compile(r"(?P<test>[^[]*::(?P<function>\w+))(?:\[(?P<world>\d+(?:[-a
 
 
 class _Scopes(LoadScopeScheduling):
-    """Hands out tests one by one, or together with those that they share something with.
+    """Hand out tests one by one, or together with the tests that share something with them.
 
-    The parts of a world are one in a rehearsal, as on the host.
+    In a rehearsal, and on the host, all parts of a world are handed out together.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -202,9 +202,9 @@ class _Scopes(LoadScopeScheduling):
         return f"{found['test']} {world.partition('.')[0] if _is_rehearsal(self.config) else world}"
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Take a worker away; where it has crashed, return the test that it was at, and hand out what it had left.
+        """Remove a worker and hand out its remaining tests. If the worker crashed, return the test that it was running.
 
-        pytest-xdist 3.8 hands out that test too, and so crashes one worker after the other.
+        pytest-xdist 3.8 also hands out the crashed test again, so it crashes one worker after the other.
         """
         units = self.assigned_work.pop(node)
         left = [(unit, test) for unit in units.values() for test, is_done in unit.items() if not is_done]
@@ -218,10 +218,10 @@ class _Scopes(LoadScopeScheduling):
         return crashed
 
     def _reschedule(self, node: WorkerController) -> None:
-        """Give a worker more tests where it needs them.
+        """Give a worker more tests if it needs some.
 
-        pytest-xdist 3.8 ends with a KeyError where a worker crashes while another one that replaces a crashed one
-        collects; and it gives such a one a single test, which a worker does not begin before it knows the next one.
+        pytest-xdist 3.8 ends with a KeyError if a worker crashes while another crashed worker's replacement collects.
+        It also gives a replacement a single test, which a worker does not begin before it knows the next test.
         """
         if node not in self.registered_collections:
             return  # it is given some when it has collected
@@ -237,20 +237,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keep what is imported and collected, which stays, out of collections of garbage."""
+    """Exclude what is imported and collected from garbage collection, as it stays until the end."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(20_000, 20, 50)  # 5 to 8 % less of the processor than with Python's own
+        gc.set_threshold(20_000, 20, 50)  # saves 5 to 8 % of CPU time against Python's own thresholds
         gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu run only with --backend=cuda; tests marked host only without it. Long files come first.
+    """Tests marked gpu run only with --backend=cuda, tests marked host only without it. Long files come first.
 
-    With --backend=cuda what is the same on every backend is left to `make test`.
+    With --backend=cuda, tests that are the same on every backend are left to `make test`.
     """
     on_gpu = config.getoption("--backend") != "host"
     places = {f"test_{name}": place for place, name in enumerate(_LONG)}

@@ -1,4 +1,4 @@
-"""Click logs for tests, whose numbers depend on the sample: as arrays, and in the formats of files."""
+"""Click logs for tests, as arrays and in file formats. The numbers depend on the sample."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def drawn_log(num_samples: int, hotness: tuple[int, ...] = HOTNESS, seed: int = 
 
 
 def write_day(folder: Path, day: int, log: Log, *, multi_hot: bool = True) -> None:
-    """Write a day as MLPerf's scripts do."""
+    """Write a day in the format of MLPerf's scripts."""
     np.save(folder / f"day_{day}_dense.npy", log.dense)
     np.save(folder / f"day_{day}_labels.npy", log.labels.reshape(-1, 1))
     if multi_hot:
@@ -47,7 +47,7 @@ def write_day(folder: Path, day: int, log: Log, *, multi_hot: bool = True) -> No
 
 
 def write_raw_bytes(path: Path, log: Log) -> Path:
-    """Write a log as HugeCTR's conversion script does: sample by sample, label, dense columns, ids."""
+    """Write a log in the format of HugeCTR's conversion script: per sample the label, dense columns, and ids."""
     ids = np.concatenate(log.ids, axis=1)
     samples = zip(log.labels, log.dense, ids, strict=True)
     path.write_bytes(b"".join(label.tobytes() + dense.tobytes() + own.tobytes() for label, dense, own in samples))
@@ -55,7 +55,7 @@ def write_raw_bytes(path: Path, log: Log) -> Path:
 
 
 def same_records(one: Records, other: Records) -> bool:
-    """Return whether all numbers are the same, and the dtypes what they may be."""
+    """Return whether all numbers are equal and the dtypes are permitted ones."""
     if one.rows.dtype not in (np.int32, np.int64):
         return False
     pairs = [(one.dense, other.dense), (one.labels, other.labels)]

@@ -1,4 +1,4 @@
-"""What the tests of embedding_all_to_all's backward pass share: cases, inputs, exact bits, a training."""
+"""Shared by the tests of embedding_all_to_all's backward pass: cases, inputs, exact bits, a training."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Case:
         shape: of the forward pass.
         optimizer, options: its name and its options.
         scale: of gradients.
-        bad: a share of the lookups that is outside of the tables, one in so many; 0: none.
-        drawn: rows: "uniform"; "Zipf", the n-th with 1 / n of the first one's probability; "once", all of a table in
-            some order, in bags of any length; or "hot", 15 in 16 lookups of one row.
+        bad: one in `bad` lookups is outside of the tables; 0: none.
+        drawn: rows: "uniform"; "Zipf", the n-th row with 1 / n of the first row's probability; "once", all rows of a
+            table in some order, in bags of any length; or "hot", 15 in 16 lookups have the same row.
         tuning: of the backward pass.
     """
 
@@ -67,13 +67,13 @@ class Case:
 
 
 def _of(width: int) -> Callable[[int], tuple[int, ...]]:
-    """Return what says that each PE has one table of that width."""
+    """Return a function that gives each PE one table of that width."""
     return lambda rank: (width,)
 
 
 _SHAPES = {shape.name: shape for shape in FORWARD_CASES}
 _HOT = Shape("hot rows", rows=3, max_pooling=90, batch=lambda world: 40)
-# Rows with some hundred lookups, which reach over the ranges of several tickets, and fewer than a chunk has.
+# Rows with some hundred lookups, which span the ranges of several tickets, and rows with fewer lookups than a chunk.
 _WARM = Shape("warm rows", rows=12, max_pooling=90, batch=lambda world: 40)
 _WIDE = Shape("hot wide rows", rows=3, max_pooling=90, batch=lambda world: 8, dims=lambda rank: (700,))
 _OF_MANY_LOOKUPS = (
@@ -83,7 +83,7 @@ _OF_MANY_LOOKUPS = (
     ("rowwise_adagrad", _WARM),
     ("adagrad", dataclasses.replace(_WARM, name="warm weighted rows", is_weighted=True, dtype=torch.bfloat16)),
 )
-# A warp has more lanes than such a row has chunks: each lane has a share of one, also where elements come one by one.
+# A warp has more lanes than such a row has chunks, so each lane has a share of one chunk, also for single elements.
 _SHARED = (
     ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot fp16 rows of 128", dims=_of(128), dtype=torch.float16)),
     ("rowwise_adagrad", dataclasses.replace(_HOT, name="hot bf16 rows of 64", dims=_of(64), dtype=torch.bfloat16)),
@@ -112,7 +112,7 @@ _OF_16_BITS = (
 
 
 def _like(shape: Shape, name: str) -> Shape:
-    """Return a case of the forward pass with another one's rows."""
+    """Return a case of the forward pass with the rows of another case."""
     return dataclasses.replace(
         _SHAPES[name], name=f"{name}, {shape.name}", rows=shape.rows, max_pooling=shape.max_pooling
     )
@@ -120,7 +120,7 @@ def _like(shape: Shape, name: str) -> Shape:
 
 _ZIPF = Shape("Zipf", rows=3000, max_pooling=60)
 _ONCE = Shape("once", rows=700)
-# Of tickets with as many lookups as there may be, which GPUs have where there are many more for each warp.
+# Tickets with the maximum number of lookups, as on GPUs with many more lookups for each warp.
 _WITH_FEW_WGS = (
     (1, "rowwise_adagrad", "Zipf", _ZIPF),
     (1, "sgd", "once", _ONCE),
@@ -128,7 +128,7 @@ _WITH_FEW_WGS = (
     (2, "rowwise_adagrad", "uniform", _WARM),
     (3, "rowwise_adagrad", "Zipf", _like(_ZIPF, "fp16")),
 )
-_DRAWN = (  # of kernels that other cases have too
+_DRAWN = (  # whose kernels other cases have too
     ("sgd", "Zipf drawn", "Zipf", _ZIPF, ()),
     ("adagrad", "Zipf drawn weighted bf16", "Zipf", _like(_ZIPF, "weighted bf16"), ()),
     ("rowwise_adagrad", "Zipf drawn fp16", "Zipf", _like(_ZIPF, "fp16"), _STOCHASTIC),
@@ -182,11 +182,11 @@ CASES = [
 FEW = [case for number, case in enumerate(CASES) if number % 3 == 0 or "skipped" in case.name or "drawn" in case.name]
 
 
-# ---- inputs, and what they must give ---------------------------------------------------------------------------------
+# ---- inputs and expected results -------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
-    """What one PE passes; nobody may write to it."""
+    """What one PE passes. Nobody may write to it."""
 
     tables: list[torch.Tensor]
     indices: torch.Tensor
@@ -224,7 +224,7 @@ def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
 
 
 def _draw(case: Case, count: int, rng: torch.Generator) -> torch.Tensor:
-    """Return the rows of so many lookups."""
+    """Return the rows of `count` lookups."""
     rows = case.shape.rows
     if case.drawn == "once":
         orders = [torch.randperm(rows, generator=rng) for _ in range(count // rows)]
@@ -252,13 +252,13 @@ def columns_of(case: Case, world: int) -> list[int]:
 
 
 def _in_order(slots: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Add up the values of each of the slots 0, 1, ..., in order of occurrence, from 0 on."""
+    """Add up the values of each of the slots 0, 1, ..., in order of occurrence, beginning with 0."""
     count = int(slots.max()) + 1 if len(slots) else 0
     return torch.zeros(count, values.shape[1]).index_add_(0, slots, values)  # on the CPU in this order
 
 
 def _root(values: torch.Tensor) -> torch.Tensor:
-    """Return correctly rounded square roots; torch's of fp32 are not."""
+    """Return correctly rounded square roots. torch's fp32 square roots are not."""
     return values.double().sqrt().float()
 
 
@@ -290,10 +290,10 @@ def random_halves(seed: int, step: int, rows: torch.Tensor, width: int) -> torch
 
 
 def round_stochastically(values: torch.Tensor, random: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Round finite floats away from zero where what is behind the last place and random / 2^16 add up to 1 or more."""
+    """Round finite floats away from zero if the digits after the last place and random / 2^16 add up to 1 or more."""
     digits, least = {torch.bfloat16: (8, -133), torch.float16: (11, -24)}[dtype]
     magnitudes = values.abs().double().numpy()
-    places = np.maximum(np.frexp(magnitudes)[1] - digits, least)  # the last one counts 2^places
+    places = np.maximum(np.frexp(magnitudes)[1] - digits, least)  # the last place counts 2^places
     units = np.floor(np.ldexp(magnitudes, 16 - places)).astype(np.int64)
     rounded = np.ldexp(((units + random.numpy()) >> 16).astype(np.float64), places)
     return torch.copysign(torch.from_numpy(rounded).float(), values).to(dtype)
@@ -303,10 +303,10 @@ def round_stochastically(values: torch.Tensor, random: torch.Tensor, dtype: torc
 
 
 class Gradients(NamedTuple):
-    """Exact bits of what an optimizer's step begins with, on a PE.
+    """Exact bits of the inputs of an optimizer step on a PE.
 
     Attributes:
-        sums: of each tensor that is a table, the rows that lookups have, `[U]`, sorted, and their sums, `[U, D]`.
+        sums: for each distinct table: the looked-up rows, `[U]`, sorted, and their sums, `[U, D]`.
         factors: the gradient of the factors.
     """
 
@@ -315,7 +315,7 @@ class Gradients(NamedTuple):
 
 
 class Model:
-    """The exact bits of a PE's tables, states and factors' gradients."""
+    """The exact bits of the tables, states and gradients of the factors of a PE."""
 
     @serially
     def __init__(self, case: Case, rank: int, world: int) -> None:
@@ -334,13 +334,13 @@ class Model:
         self._sums: dict[tuple[int, int], Any] = {}  # of steps without factors: whatever the tables
 
     def rescale(self, scale: float) -> None:
-        """Take another scale of gradients from the next step on."""
+        """Use another scale of gradients from the next step on."""
         self._case = dataclasses.replace(self._case, scale=scale)
         self._sums.clear()
 
     @serially
     def step(self, iteration: int, step: int, lr: float) -> torch.Tensor | None:
-        """Make a step; return the gradient of the factors."""
+        """Make a step and return the gradient of the factors."""
         self._powers = self._powers * torch.tensor(self._options.get("betas", (0.9, 0.999)))
         found = self.gradients(iteration, step)
         for number, (touched, sums) in enumerate(found.sums):
@@ -350,7 +350,7 @@ class Model:
 
     @serially
     def gradients(self, iteration: int, step: int) -> Gradients:
-        """Return what a step begins with."""
+        """Return the inputs of a step."""
         case, shape = self._case, self._case.shape
         inputs = make_inputs(case, self._rank, self._world, iteration)
         if (iteration, step) in self._sums:
@@ -388,7 +388,7 @@ class Model:
         return self._over_columns(rows * values)
 
     def _over_columns(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up a row's values as a warp does: elements of a chunk, chunks of a block as a tree, blocks."""
+        """Add up a row's values as a warp does: elements of a chunk, then chunks of a block as a tree, then blocks."""
         elements = 16 // self._case.shape.dtype.itemsize
         block = elements * _BLOCK_CHUNKS
         padded = torch.nn.functional.pad(values, (0, -values.shape[1] % block)).view(
@@ -405,7 +405,7 @@ class Model:
         return total
 
     def _sum_up(self, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows that lookups have, sorted, and the sums of what these bring, in their order."""
+        """Return the looked-up rows, sorted, and the sums of their gradients in order of occurrence."""
         touched, slots, counts = rows.unique(return_inverse=True, return_counts=True)
         order = slots.argsort(stable=True)
         occurrence = torch.empty_like(slots)
@@ -475,7 +475,7 @@ class Training:
 
     Args:
         case: what is trained.
-        is_new: whether no backward pass has been made, which compiles the kernel and lets the PEs agree.
+        is_new: whether no backward pass has been made, so that the first one compiles the kernel and the PEs agree.
     """
 
     def __init__(self, case: Case, *, is_new: bool = False) -> None:
@@ -489,7 +489,7 @@ class Training:
         self.begin()
 
     def begin(self) -> None:
-        """Set tables, states and rate to what they are before the first step."""
+        """Reset tables, states and rate to their values before the first step."""
         self.model = Model(self._case, self._rank, self._world)
         for table, first in zip(self.tables, self.model.tables, strict=True):
             table.copy_(first)
@@ -499,7 +499,7 @@ class Training:
         self.optimizer.loaded(0)
 
     def backward(self, iteration: int) -> Callable[[], None]:
-        """Make a forward pass; return its backward pass."""
+        """Make a forward pass and return its backward pass."""
         inputs = make_inputs(self._case, self._rank, self._world, iteration)
         split = split_of(self._case.shape, self._world)
         result = po.embedding_all_to_all(

@@ -1,6 +1,6 @@
-"""Inputs of embedding_all_to_all for the tests, a model of its exact bits; how a case is called.
+"""Test inputs of embedding_all_to_all, a model of its exact bits, and the calls of a case.
 
-Data depends on (case, rank, index, iteration); every PE can compute every other's inputs.
+Data depends on (case, rank, index, iteration), so every PE can compute the inputs of every other PE.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Case:
 
     Attributes:
         dims: rank -> D of each of its tables.
-        wire: dtype of pooled rows; None: the tables'.
-        batch: global batch, or the samples of each PE given the world size.
+        wire: dtype of pooled rows; None: the dtype of the tables.
+        batch: global batch, or a function from the world size to the samples of each PE.
         pooling: (rank, iteration, generator, number of bags) -> length of each bag.
-        is_in_turn: whether columns are of the first table of each PE, then of the second ones, and so on.
+        is_in_turn: whether columns begin with the first table of each PE, then the second table of each PE, and so on.
     """
 
     name: str
@@ -123,7 +123,7 @@ def split_of(case: Case, world: int) -> list[int]:
 
 
 class Placed:
-    """Where the columns of a case are, in a world."""
+    """The columns of a case in a world."""
 
     def __init__(self, case: Case, world: int) -> None:
         widths = [list(case.dims(rank)) for rank in range(world)]
@@ -139,13 +139,13 @@ class Placed:
         self._places = torch.tensor([place for each in ranges for place in each], dtype=torch.int64)
 
     def by_pe(self, result: torch.Tensor) -> torch.Tensor:
-        """Return a result's columns side by side, PE by PE."""
+        """Return a result's columns side by side, ordered by PE."""
         return result if self.columns is None else result[:, self._places.to(result.device)]
 
 
 @functools.lru_cache(maxsize=512)
 def _inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
-    """Make them once for all PEs that are threads of this process; nobody may write to them."""
+    """Make the inputs once for all PEs that are threads of this process. Nobody may write to them."""
     seed = zlib.crc32(f"{case.name} {rank}".encode())
     tables_rng = torch.Generator().manual_seed(seed)
     weights = [torch.randn(case.rows, dim, generator=tables_rng).to(case.dtype) for dim in case.dims(rank)]
@@ -167,7 +167,7 @@ def _inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
 
 @serially
 def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
-    """Return one PE's inputs, on the CPU: new tensors. Tables stay the same over iterations, lookups change."""
+    """Return one PE's inputs on the CPU, as new tensors. Tables stay the same over iterations, lookups change."""
     weights, indices, offsets, factors = _inputs(case, rank, world, iteration)
     copies = [weight.clone() for weight in weights]
     return copies, indices.clone(), offsets.clone(), None if factors is None else factors.clone()
@@ -175,7 +175,7 @@ def make_inputs(case: Case, rank: int, world: int, iteration: int) -> Inputs:
 
 @serially
 def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequence[int]) -> torch.Tensor:
-    """Return exactly what PE `rank` must get: fp32 sums in index order, one rounding at the end."""
+    """Return the exact result of PE `rank`: fp32 sums in index order, one rounding at the end."""
     batch, first, rows = sum(split), sum(split[:rank]), split[rank]
     columns = []
     for weights, indices, offsets, factors in inputs:
@@ -197,7 +197,7 @@ def expected_bits(case: Case, inputs: Sequence[Inputs], rank: int, split: Sequen
 
 
 class EmbeddingTrial(Trial):
-    """A case: called by both schedules. Results come from a pool, whose buffers come again where nobody holds them."""
+    """A case, called with both schedules. Results come from a pool, which reuses a buffer that nobody holds."""
 
     held = (1, 4)
 
@@ -259,7 +259,7 @@ def _is_near(
 
 
 def run_cases(backend: str, names: Sequence[str], options: dict[str, Any]) -> dict[str, str | None]:
-    """Run cases one after the other on this PE, in a world of their own."""
+    """Run cases one after the other on this PE, each in a world of its own."""
     po.init(backend, operator_timeout=20.0, heap_size=256 << 20, **options)
     try:
         return {case.name: check(EmbeddingTrial(case))[0] for case in CASES if case.name in names}

@@ -1,4 +1,4 @@
-"""Cases of the input exchange: what each PE brings, and a plain model of what the owners must get."""
+"""Cases of the input exchange: what each PE passes, and a plain model of what the owners must get."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Slots = list[tuple[int, int]]
 
 
 def _slots(rank: int) -> Slots:
-    """Some features go to several PEs, one to two slots of a PE."""
+    """Some features go to several PEs, and some to two slots of a PE."""
     return [(rank % 3, 40 + rank), (3, 30), (2, 50)][: 1 + rank % 3] + [(rank % 2, 9)] * (rank == 2)
 
 
@@ -43,9 +43,9 @@ class Case:
         slots: of a PE.
         batch: samples of a PE in an iteration, by PE and iteration.
         max_length: of a bag.
-        value_dtype, bound_dtype, index_dtype: see `InputsKey`; the last one None for the default.
-        bad: a share of the lookups that is outside of the tables, one in so many; 0: none.
-        lookups_per_sample: of each feature; None for enough.
+        value_dtype, bound_dtype, index_dtype: see `InputsKey`; index_dtype is None for the default.
+        bad: one in `bad` lookups is outside of the tables; 0: none.
+        lookups_per_sample: of each feature; None for a sufficient number.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Case:
     is_weighted: bool = False
     bad: int = 0
     lookups_per_sample: float | None = None
-    dtype: torch.dtype = torch.int64  # by which the tests of a world are halved
+    dtype: torch.dtype = torch.int64  # splits the tests of a world in two
 
 
 CASES = [
@@ -85,7 +85,7 @@ CASES = [
 
 
 class Given(NamedTuple):
-    """What a PE passes; nobody may write to it."""
+    """What a PE passes. Nobody may write to it."""
 
     values: torch.Tensor
     lengths: torch.Tensor
@@ -109,7 +109,7 @@ def make_given(case: Case, rank: int, iteration: int) -> Given:
     limits = torch.tensor(rows).repeat_interleave(samples).repeat_interleave(lengths)
     values = torch.randint(0, 1 << 40, limits.shape, generator=rng) % limits
     if case.bad:
-        outside = torch.tensor([-1, 1 << 30, 60])  # the last one is a row of some tables, and none of others
+        outside = torch.tensor([-1, 1 << 30, 60])  # the last one is a row of some tables only
         values[:: case.bad] = outside[torch.arange(len(values[:: case.bad])) % 3]
     weights = torch.randn(values.shape, generator=rng) if case.is_weighted else None
     return Given(values.to(case.value_dtype), lengths.to(case.bound_dtype), offsets.to(case.bound_dtype), weights)
@@ -121,7 +121,7 @@ def batches(case: Case, world: int, iteration: int) -> list[int]:
 
 
 class Arrived(NamedTuple):
-    """What a PE has brought for another one's tables, as far as it is defined; on the CPU."""
+    """What a PE sends for the tables of another PE, as far as it is defined; on the CPU."""
 
     first_sample: int
     samples: int
@@ -131,7 +131,7 @@ class Arrived(NamedTuple):
 
 
 def expected(slots: Slots, given: Given, samples: int, first_sample: int) -> Arrived:
-    """Return what of a PE's lookups goes to an owner of such slots."""
+    """Return the part of a PE's lookups that goes to an owner of such slots."""
     ends = given.offsets.tolist()
     values = given.values.tolist()
     weights = None if given.weights is None else given.weights.tolist()
@@ -147,7 +147,7 @@ def expected(slots: Slots, given: Given, samples: int, first_sample: int) -> Arr
 
 
 def arrived(lookups: po.Lookups) -> list[Arrived]:
-    """Return what has come, of each PE."""
+    """Return what arrived, by PE."""
     found = []
     for pe in range(po.world_size()):
         source = lookups.source(pe)
@@ -172,7 +172,7 @@ def _wanted(case: Case, world: int, rank: int, iteration: int) -> list[Arrived]:
 
 
 def problem(case: Case, iteration: int, found: Sequence[Arrived]) -> str | None:
-    """Return what is wrong with what has come to this PE, or None."""
+    """Return what is wrong with what arrived at this PE, or None."""
     wanted = _wanted(case, po.world_size(), po.rank(), iteration)
     for pe, (want, have) in enumerate(zip(wanted, found, strict=True)):
         if want != have:
@@ -181,7 +181,7 @@ def problem(case: Case, iteration: int, found: Sequence[Arrived]) -> str | None:
 
 
 def make(case: Case) -> po.EmbeddingInputs:
-    """Make what exchanges a case's lookups; collective."""
+    """Make the exchange of a case's lookups; collective."""
     per_sample = case.lookups_per_sample
     return po.EmbeddingInputs(
         [case.slots(rank) for rank in range(po.world_size())],

@@ -1,4 +1,4 @@
-"""A batch of the embedding, as the PEs have it that bring it."""
+"""A batch of the embedding, divided among the PEs that pass it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["brought", "exchange", "make_exchange", "of_own_samples"]
 
 
 def _slots_of(case: Case, world: int) -> list[list[tuple[int, int]]]:
-    """Return every PE's; each table has a feature of its own."""
+    """Return the batch of every PE. Each table has a feature of its own."""
     slots, feature = [], 0
     for rank in range(world):
         num_tables = len(make_inputs(case, rank, world, 0).tables)
@@ -27,7 +27,7 @@ def _slots_of(case: Case, world: int) -> list[list[tuple[int, int]]]:
 
 @serially
 def brought(case: Case, iteration: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return what this PE brings of the batch: values, offsets and weights."""
+    """Return this PE's part of the batch: values, offsets and weights."""
     rank, world = po.rank(), po.world_size()
     split = split_of(case.shape, world)
     batch, first = sum(split), sum(split[:rank])
@@ -45,7 +45,7 @@ def brought(case: Case, iteration: int) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def of_own_samples(case: Case, iteration: int, of_lookups: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
-    """Return what this PE's lookups have of something that each owner's lookups of the global batch have."""
+    """Return this PE's part of something that each owner has for all lookups of the global batch."""
     rank, world = po.rank(), po.world_size()
     split = split_of(case.shape, world)
     batch, first = sum(split), sum(split[:rank])
@@ -62,7 +62,7 @@ def of_own_samples(case: Case, iteration: int, of_lookups: Callable[[int], torch
 
 
 def make_exchange(case: Case, **options: Any) -> po.EmbeddingInputs:
-    """Return the exchange of a case's batches. Collective; `options`: of `po.EmbeddingInputs`."""
+    """Return the exchange of a case's batches. Collective. `options`: of `po.EmbeddingInputs`."""
     world = po.world_size()
     slots = _slots_of(case, world)
     choices = {
@@ -81,7 +81,7 @@ def make_exchange(case: Case, **options: Any) -> po.EmbeddingInputs:
 
 
 def exchange(inputs: po.EmbeddingInputs, case: Case, iteration: int, *, gives_gradients: bool = False) -> po.Lookups:
-    """Let this PE's part of a batch travel; `gives_gradients`: and those of the weights back. Collective."""
+    """Send this PE's part of a batch. `gives_gradients`: gradients of the weights come back. Collective."""
     values, offsets, weights = (
         None if each is None else each.to(po.device()) for each in brought(case, iteration)
     )  # fmt: skip

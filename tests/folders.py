@@ -1,4 +1,4 @@
-"""The folders in which tests find each other's modules, and those of examples, benchmarks and scripts."""
+"""Import folders of the tests: their shared modules, the examples, benchmarks and scripts."""
 
 from __future__ import annotations
 

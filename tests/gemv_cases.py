@@ -1,8 +1,8 @@
-"""Inputs of gemv_all_reduce for the tests, models of its exact bits and of its rounding bound; how a case is called.
+"""Test inputs of gemv_all_reduce, models of its exact bits and rounding bound, and the calls of a case.
 
-Data depends on (case, rank, index, iteration); every PE can compute every other's inputs. Most values are small whole
-numbers: their sums are exact in fp32 in any order, so that every bit of the result is known on every backend. The
-bits of other values are compared between ranks, algorithms and runs, and their size with an fp64 reference.
+Data depends on (case, rank, index, iteration), so every PE can compute the inputs of every other PE. Most values are
+small whole numbers. Their sums are exact in fp32 in any order, so every bit of the result is known on every backend.
+With other values, bits are compared between ranks, algorithms and runs, and sizes with an fp64 reference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import persistent_ops as po
 from persistent_ops.ops.gemv_all_reduce import reference
 
 ALGORITHMS = ("one_shot", "two_shot")
-# iteration -> what it passes beside weight and x. "in place": out is the residual.
+# iteration -> what is passed beside weight and x. "in place": out is the residual.
 WAYS = ((), ("bias",), ("residual",), ("bias", "residual", "out"), ("bias", "residual", "in place"), ("out",))
 
 
@@ -33,10 +33,10 @@ class Case:
         rows: M.
         columns: rank -> K_r.
         vectors: N; 0 for an x of one dimension.
-        values: "whole" (small whole numbers), "normal", "ordered" (one column per rank, of sizes far apart: the bits
-            follow from the order of the ranks alone) or "cancelling" (odd ranks take away most of what even ones add).
+        values: "whole" (small whole numbers), "normal", "ordered" (one column per rank, of very different magnitudes:
+            the bits follow from the rank order alone) or "cancelling" (odd ranks subtract most of what even ranks add).
         wire_dtype: what the call passes; "own" for the dtype of the weight.
-        is_shifted: tensors begin one element behind an aligned address, in memory that is full of NaN.
+        is_shifted: tensors begin one element after an aligned address, in memory that is full of NaN.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """What all PEs pass in one iteration, on the CPU; nobody may write to it."""
+    """What all PEs pass in one iteration, on the CPU. Nobody may write to it."""
 
     weights: Sequence[torch.Tensor]
     xs: Sequence[torch.Tensor]
@@ -113,7 +113,7 @@ CASES = [
     Case("ordered, N 16", 50, _always(1), 16, values="ordered"),
     Case("ordered, comm bf16", 200, _always(1), 2, values="ordered", wire_dtype="own"),
 ]
-# What worlds other than the plain ones run; each kind of value, dtype, wire_dtype and raggedness is there.
+# The cases of the other worlds. Every kind of value, dtype, wire_dtype and raggedness occurs.
 FEW = [case for case in CASES if case.rows < 300 and case.columns(0) < 1000]
 
 
@@ -162,19 +162,19 @@ def _inputs(case: Case, world: int, iteration: int) -> Inputs:
 
 @serially
 def make_inputs(case: Case, world: int, iteration: int) -> Inputs:
-    """Return what all PEs pass in an iteration. Weights stay the same over iterations, the others change."""
+    """Return what all PEs pass in an iteration. Weights stay the same over iterations, the other tensors change."""
     return _inputs(case, world, iteration)
 
 
 @serially
 def expected_bits(inputs: Inputs, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return exactly what every PE must get where each rank's partial result is exact in fp32.
+    """Return the exact result of every PE. Each rank's partial result must be exact in fp32.
 
-    Partials are rounded to `wire_dtype`, summed in rank order in fp32, bias and residual are added, one rounding.
+    Partials are rounded to `wire_dtype` and summed in rank order in fp32. Bias and residual are added. One rounding.
     """
     total: torch.Tensor | None = None
     for weight, x in zip(inputs.weights, inputs.xs, strict=True):
-        # + 0.0, since a sum of zeros, begun with 0.0, is 0.0 whatever their signs.
+        # + 0.0, since a sum of zeros that begins with 0.0 is 0.0, independent of their signs.
         partial = (x.double() @ weight.double().T + 0.0).float()
         partial = partial if wire_dtype is None else partial.to(wire_dtype).float()
         total = partial if total is None else total + partial
@@ -189,8 +189,8 @@ def expected_bits(inputs: Inputs, wire_dtype: torch.dtype | None = None) -> torc
 def bound_problem(output: torch.Tensor, inputs: Inputs, wire_dtype: torch.dtype | None = None) -> str | None:
     """Compare with the fp64 reference; return what is wrong, or None.
 
-    The bound: one rounding of the result, one of each partial where `wire_dtype` is not fp32, and fp32 sums of all the
-    products in any order. An addition may cut off (tensor cores do), so it counts 2^-23 and not 2^-24.
+    The bound: one rounding of the result, one of each partial if `wire_dtype` is not fp32, and fp32 sums of all the
+    products in any order. An addition may truncate (as in tensor cores), so it counts 2^-23 and not 2^-24.
     """
     exact = reference(inputs.weights, inputs.xs, inputs.bias, inputs.residual)
     sizes = Inputs(*_absolute(inputs))
@@ -224,7 +224,7 @@ def _absolute(inputs: Inputs) -> tuple[Any, ...]:
 
 
 class Buffer:
-    """A tensor's memory with an element of NaN in front of it and some behind, so that it starts unaligned."""
+    """A tensor's memory with one NaN element before it and some after it, so that the tensor starts unaligned."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.memory = torch.full((values.numel() + 9,), float("nan"), dtype=values.dtype, device=po.device())
@@ -236,15 +236,15 @@ class Buffer:
 
 
 def placed(case: Case, values: torch.Tensor) -> torch.Tensor:
-    """Return the values on this PE's device, where the case wants them."""
+    """Return the values on this PE's device, shifted if the case demands it."""
     return Buffer(values).tensor if case.is_shifted else values.to(po.device())
 
 
 def call(case: Case, inputs: Inputs, weight: torch.Tensor, iteration: int, **options: Any) -> tuple[torch.Tensor, Any]:
-    """Call the operator on this PE as the iteration says.
+    """Call the operator on this PE as the iteration demands.
 
     Returns:
-        The result, and what is wrong with the way it came (not with its values), or None.
+        The result, and what is wrong with its memory (not with its values), or None.
     """
     way = WAYS[iteration % len(WAYS)]
     x = placed(case, inputs.xs[po.rank()])
@@ -273,7 +273,7 @@ class GemvTrial(Trial):
     def __init__(self, case: Case) -> None:
         self._case = case
         self._weight = placed(case, make_inputs(case, po.world_size(), 0).weights[po.rank()])
-        self._first: torch.Tensor | None = None  # of the algorithms, in an iteration
+        self._first: torch.Tensor | None = None  # of the first algorithm, in an iteration
 
     def ways(self, turn: int) -> Sequence[str]:
         return (*ALGORITHMS, "auto") if turn == 0 else ALGORITHMS
@@ -289,7 +289,7 @@ class GemvTrial(Trial):
 
 
 def bits_problem(case: Case, inputs: Inputs, result: torch.Tensor, first: torch.Tensor) -> str | None:
-    """Return what is wrong with a result, whose bits are known, or those of the first algorithm's; or None."""
+    """Return what is wrong with a result, or None. Where bits are not known, compare with the first algorithm's."""
     if case.values in ("whole", "ordered"):
         return difference(result, _expected(case, inputs))
     return difference(result, first) or bound_problem(result, inputs, case.comm)

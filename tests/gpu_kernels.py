@@ -31,10 +31,10 @@ class GpuKernel:
         return f"{self.request.name} {self.arch} {self.request.shape.threads} threads{traced}: {config}".rstrip(": ")
 
     def compiled(self) -> tuple[KernelResources, bytes]:
-        """Compile it; return what a WG needs, and the cubin.
+        """Compile it. Return the needs of a WG, and the cubin.
 
         Raises:
-            RuntimeError: the compiler has made what no GPU executes.
+            RuntimeError: the compiler's output contains an instruction that no GPU executes.
         """
         code = compile_cuda(self.request.source(), arch=self.arch + self.request.shape.architecture_suffix)
         cubin = code.path.read_bytes()
@@ -44,14 +44,14 @@ class GpuKernel:
         return code.kernels[self.request.name], cubin
 
 
-# LDGSTS with an offset in a uniform register: what nvcc 13.0 emits in some loops for a copy with a cache policy, though
-# it has no such offset. It names UR0 and UR1, which hold something else; a GPU stops there with an illegal instruction.
+# LDGSTS with an offset in a uniform register: nvcc 13.0 emits it in some loops for a copy with a cache policy, though
+# the copy has no such offset. It names UR0 and UR1, which hold other values. A GPU reports an illegal instruction.
 _LDGSTS_UR = 0xDAE
 _EXECUTABLE = 4  # SHF_EXECINSTR
 
 
 def _instructions(cubin: bytes) -> Iterator[int]:
-    """Return the first halves of a cubin's instructions, which have the opcode."""
+    """Return the first half of each instruction in a cubin. It contains the opcode."""
     (sections,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count = struct.unpack_from("<HH", cubin, 0x3A)
     for number in range(count):
@@ -67,7 +67,7 @@ def operator_modules() -> list[ModuleType]:
 
 
 def _sample() -> Iterator[GpuKernel]:
-    """Yield what the operators offer; the first one of each for all architectures that can run it."""
+    """Yield the samples of the operators. The first one of each is for all architectures that can run it."""
     offers = [list(module.sample_requests()) for module in operator_modules() if hasattr(module, "sample_requests")]
     for requests in [[KernelRequest("barrier", None, LaunchShape(64))], *offers]:
         yield from map(GpuKernel, requests)

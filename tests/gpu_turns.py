@@ -1,7 +1,7 @@
-"""Worlds of tests side by side, of which one at a time has the GPUs to itself.
+"""Worlds of tests side by side, one of which has the GPUs to itself at a time.
 
-Where several worlds have a PE on each of the same GPUs, these take turns of milliseconds, and a launch waits until all
-PEs of its world have had one. A world that makes thousands of launches takes minutes so, and seconds alone.
+Where several worlds have a PE on each of the same GPUs, they take turns of milliseconds, and a launch waits until all
+PEs of its world have had a turn. A world that makes thousands of launches then takes minutes. Alone it takes seconds.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from persistent_ops.runtime.file_lock import lock_within
 
 __all__ = ["gpus_alone", "turn"]
 
-_LONGEST_S = 200.0  # for the worlds before; then it goes on beside them
+_LONGEST_S = 200.0  # for the worlds before; after that, this world continues beside them
 
 
 @contextlib.contextmanager
 def gpus_alone() -> Iterator[None]:
-    """Let no other world of tests that asks for it launch meanwhile, where PEs have GPUs of their own; collective."""
+    """Exclude launches of other worlds that also ask for the GPUs, if each PE has a GPU of its own; collective."""
     if po.backend() != "cuda" or po.world_size() > torch.cuda.device_count():
         yield
         return
-    torch.cuda.synchronize()  # what was launched before is none of the turn
+    torch.cuda.synchronize()  # what was launched before is not part of the turn
     with turn(
         Path(tempfile.gettempdir(), f"persistent_ops-tests-{os.getuid()}"), os.environ["PERSISTENT_OPS_JOB"], po.rank()
     ):
@@ -39,7 +39,7 @@ def gpus_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn(path: Path, job: str, rank: int) -> Iterator[None]:
-    """Hold a file for all PEs of a job: the first one locks it, and the others wait until they find the job in it."""
+    """Hold a file for all PEs of a job: the first PE locks it, and the others wait until they find the job in it."""
     with path.open("a") as file:
         if rank == 0:
             lock_within(_LONGEST_S, file.fileno())
@@ -48,5 +48,5 @@ def turn(path: Path, job: str, rank: int) -> Iterator[None]:
         while path.read_text() != job and time.monotonic() < deadline:
             time.sleep(0.01)
         yield
-        if rank == 0:  # the others of the job have nothing to wait for but what has been launched
+        if rank == 0:  # the other PEs of the job wait only for what has been launched
             path.write_text("")

@@ -1,9 +1,9 @@
-"""The operators' tests with kernels under AddressSanitizer, and heaps of which only what was handed out may be touched.
+"""The operators' tests with kernels under AddressSanitizer. Only allocated parts of a heap may be accessed.
 
-`make test-memory` runs this file: pytest, with the sanitizer's runtime in the process. Kernels' accesses, and torch's
-copies and fills, are looked at: what lies outside of a tensor, of a WG's own memory, or of an allocation of the heap is
-reported, and the process ends. The heap of a PE is mapped once by each PE; its free parts are closed in all mappings of
-this process. A PE in a process of its own has its peers' heaps open, since it does not know what they have handed out.
+`make test-memory` runs this file: pytest, with the sanitizer's runtime in the process. It checks the accesses of
+kernels and of torch's copies and fills. An access outside of a tensor, of a WG's own memory, or of a heap allocation
+is reported and ends the process. Each PE maps the heap of every PE. The free parts of a heap are closed in all mappings
+of this process. A PE that is a process leaves its peers' heaps open, since it does not know their allocations.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["environment", "guard"]
 
 
 def environment() -> dict[str, str]:
-    """Return the variables with which a process has the sanitizer, and compiles kernels that ask it."""
+    """Return the variables that load the sanitizer into a process and compile kernels with its checks."""
     compiler = find_cxx()
     libraries = []
-    for name in ("libasan.so", "libstdc++.so"):  # which must be there before the sanitizer looks for C++'s exceptions
+    for name in ("libasan.so", "libstdc++.so"):  # which must be loaded before the sanitizer looks for C++'s exceptions
         command = [*compiler.command, f"-print-file-name={name}"]
         path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         assert os.path.isabs(path), f"{compiler.path} has no {name}"
@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 
 class _Heap:
-    """One PE's heap: where this process has it mapped, and what of it is handed out, as bytes by offset."""
+    """One PE's heap: its mappings in this process, and its allocations, as bytes by offset."""
 
     def __init__(self) -> None:
         self.mappings: dict[int, int] = {}  # bytes by address
@@ -55,7 +55,7 @@ class _Heap:
 
 
 class _Guard:
-    """Closes and opens parts of heaps, as they are mapped, handed out and given back."""
+    """Close and open parts of heaps as they are mapped, allocated and freed."""
 
     def __init__(self) -> None:
         process = ctypes.CDLL(None)
@@ -66,7 +66,7 @@ class _Guard:
         self._heaps: dict[int, _Heap] = {}  # by inode
 
     def made(self, descriptor: int) -> None:
-        """Take note of the heap of a PE of this process."""
+        """Register the heap of a PE of this process."""
         with self._lock:
             self._heaps[os.fstat(descriptor).st_ino] = _Heap()
 
@@ -74,7 +74,7 @@ class _Guard:
         number, address = os.fstat(descriptor).st_ino, segment.address
         with self._lock:
             if (found := self._heaps.get(number)) is None:
-                return  # another process' own
+                return  # a heap of another process
             found.mappings[address] = nbytes
             self._close(address, nbytes)
             for offset, length in found.held.items():
@@ -89,9 +89,9 @@ class _Guard:
                 del self._heaps[number]
 
     def heap_at(self, address: int) -> tuple[_Heap, int] | None:
-        """Return the heap of which this is a part, and how far it is from its begin."""
+        """Return the heap that contains this part, and the distance from its begin."""
         with self._lock:
-            for each in list(self._heaps.values()):  # a collection of garbage on the way may unmap one
+            for each in list(self._heaps.values()):  # a garbage collection meanwhile may unmap one
                 for begin in list(each.mappings):
                     if begin <= address < begin + each.mappings.get(begin, 0):
                         return each, address - begin
@@ -113,7 +113,7 @@ class _Guard:
 
 
 def guard() -> None:
-    """Guard the heaps of the worlds that this process opens from now on; it has the sanitizer's runtime."""
+    """Guard the heaps of the worlds that this process opens from now on. The sanitizer's runtime must be loaded."""
     guards = _Guard()
 
     def memfd_create(name: str, flags: int) -> int:
@@ -155,7 +155,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what does not run operators, and what wants memory that is zero and not there until it is touched."""
+    """Skip tests that run no operators, and tests that need untouched zero pages."""
     large = "test_embedding_backward_large"
     others = [item for item in items if "backend" not in getattr(item, "fixturenames", ()) or item.path.stem == large]
     config.hook.pytest_deselected(items=others)
@@ -163,6 +163,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 if __name__ == "__main__":
-    # The sanitizer has a better word to say about a crash than pytest's plugin.
+    # The sanitizer reports a crash better than pytest's plugin.
     pytest_call = ["-m", "pytest", "-p", "guarded_heap", "-p", "no:faulthandler", "-m", "not gpu", *sys.argv[1:]]
     os.execve(sys.executable, [sys.executable, *pytest_call], environment())

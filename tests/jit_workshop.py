@@ -1,4 +1,4 @@
-"""What the tests of the compile cache share: kernels in a temporary folder and a compiler that counts."""
+"""Shared by the tests of the compile cache: kernels in a temporary folder and a compiler that counts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from persistent_ops.runtime.compile.jit import KernelSource, compile_host
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 REAL_CXX = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or "c++"
-# Of the tests' kernels, which are small: -O3 takes twice as long to compile, and has a test per operator (bits.py).
+# For the tests' small kernels. -O3 takes twice as long to compile, and is tested once per operator (bits.py).
 CXX_FLAGS = "-O1 -Werror"
 
 ENTRY = """#pragma once
@@ -62,14 +62,14 @@ extern "C" __attribute__((visibility("default"))) double multiply_add(double a, 
 #endif
 """
 
-# Begins a program that uses the compile cache without the rest of the package, which imports torch.
+# Begins a program that uses the compile cache without the rest of the package, because that imports torch.
 BARE_PACKAGE = """
 import sys
 sys.modules["persistent_ops"] = package = type(sys)("persistent_ops")
 package.__path__ = [sys.argv[1] + "/persistent_ops"]
 """
 
-# Answers the questions of the toolchain like the compiler behind it, counts compilations, and stalls on request.
+# Answers the toolchain's questions like the compiler that it wraps, counts compilations, and stalls on request.
 WRAPPER = """#!/bin/sh
 case "$*" in
     *--version*) cat {state}/version; exit 0 ;;
@@ -80,7 +80,7 @@ esac
 exec {compiler} "$@"
 """
 
-# A stand-in for nvcc where the test is about the cache and not about CUDA: it writes its arguments as the result.
+# Replaces nvcc where the test is about the cache and not about CUDA. It writes its arguments as the result.
 FAKE_NVCC = """#!/bin/sh
 case "$*" in *--version*) echo "Cuda compilation tools, release {release}, V{release}.88"; exit 0 ;; esac
 echo "$*" >> {state}/nvcc_calls
@@ -106,12 +106,12 @@ class Workshop:
         (self.state / "on_compile").write_text(script)
 
     def build(self, **options: object) -> Path:
-        """Compile as a process would that starts now."""
+        """Compile like a process that starts now."""
         jit.clear_memo()
         return compile_host(self.source, **options)  # type: ignore[arg-type]
 
     def start(self) -> subprocess.Popen[str]:
-        """Compile in another process; it prints the library's path."""
+        """Compile in another process, which prints the library's path."""
         program = BARE_PACKAGE + (
             "import pathlib\n"
             "from persistent_ops.runtime.compile.jit import KernelSource, compile_host\n"
@@ -162,7 +162,7 @@ def make_workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 def add_wheel(site: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """Install a made-up wheel: its files and the metadata that names them."""
+    """Install an invented wheel: its files and the metadata that names them."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

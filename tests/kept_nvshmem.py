@@ -1,7 +1,7 @@
-"""NVSHMEM that stays started in PEs that are kept, from one world to the next.
+"""NVSHMEM that stays started in kept PEs, from one world to the next.
 
-A start takes one to three seconds, and where PEs share GPUs one job starts at a time: most of what worlds on GPUs took.
-How NVSHMEM starts and ends is tested by worlds whose PEs are started for them (`po.launch`).
+A start takes one to three seconds, and where PEs share GPUs, one job starts at a time. Starts were most of the time of
+worlds on GPUs. Tests of how NVSHMEM starts and ends use worlds whose PEs are started for them (`po.launch`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from persistent_ops.runtime.nvshmem_variables import NvshmemVariables
 
 __all__ = ["LEAST_BYTES", "Keeper", "keep"]
 
-LEAST_BYTES = 256 << 20  # of a heap. Most worlds find room in it; a larger one is not kept: many PEs share a GPU
+LEAST_BYTES = 256 << 20  # of a heap. Most worlds fit; a larger one is not kept, as many PEs share a GPU
 
 
 class Keeper:
-    """What starts and ends NVSHMEM in a PE's process, in place of the backend's own.
+    """Starts and ends NVSHMEM in a PE's process, in place of the backend's own methods.
 
     Args:
         start, close: of the backend.
@@ -40,9 +40,9 @@ class Keeper:
         return self._first is not None
 
     def start(self, backend: Any, bootstrap: Any, timeout: float) -> None:
-        """Take over NVSHMEM where all PEs have it from one start, on their devices, with room for their heaps.
+        """Take over NVSHMEM if all PEs have it from one start, on their devices, with room for their heaps.
 
-        Collective. Otherwise those that have it end it, and it starts.
+        Collective. Otherwise the PEs that have NVSHMEM end it, and it starts again.
         """
         first, nbytes = self._first, backend.heap_bytes
         fits = first is not None and first.device == backend.device and nbytes <= self._nbytes
@@ -53,7 +53,7 @@ class Keeper:
         if all(fits for _, fits, _ in told):
             for name in ("_nvshmem", "_bindings", "_buffer"):
                 setattr(backend, name, getattr(first, name))
-            backend.tensor_at(int(first._buffer.handle), nbytes).zero_()  # as a heap begins
+            backend.tensor_at(int(first._buffer.handle), nbytes).zero_()  # as at the start of a heap
             backend.synchronize()
         else:
             if first is not None:
@@ -67,7 +67,7 @@ class Keeper:
         self._token = bootstrap.exchange("kept-ready", self._token.encode())[0].decode()
 
     def close(self, backend: Any, *, is_alone: bool = False) -> None:
-        """Leave NVSHMEM started; end it where peers are missing, or a PE's heap is large."""
+        """Leave NVSHMEM started. End it if peers are missing or a PE's heap is large."""
         if is_alone or self._first is None or self._most > LEAST_BYTES:
             self._first, self._token = None, ""
             self._close(backend, is_alone=is_alone)
@@ -79,7 +79,7 @@ class Keeper:
 
 
 def keep() -> Callable[[], bool]:
-    """Let worlds of this process keep NVSHMEM started on GPUs; return what tells whether it is."""
+    """Let worlds of this process keep NVSHMEM started on GPUs. Return a function that says whether it is started."""
     if not torch.cuda.is_available():
         return lambda: False
     from persistent_ops.runtime import gpu

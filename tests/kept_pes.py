@@ -1,9 +1,9 @@
-"""PEs that are processes and are kept from one program to the next: to start one takes longer than most programs do.
+"""PEs that are processes and are kept from one program to the next. To start one takes longer than most programs.
 
-For programs that leave nothing behind: each has its own world, which it finalizes, as under `po.launch`. Tests of how
-processes begin, fail or end start them with `po.launch`. torch.distributed's default group and GPUs need processes.
+For programs that leave nothing: each has its own world, which it finalizes, as under `po.launch`. Tests of how
+processes begin, fail or end use `po.launch`. torch.distributed's default group and GPUs need processes.
 
-On GPUs worlds of each size have PEs of their own, in which NVSHMEM stays started (kept_nvshmem.py).
+On GPUs, worlds of each size have PEs of their own, in which NVSHMEM stays started (kept_nvshmem.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from persistent_ops.runtime.nvshmem_end import runs_on
 __all__ = ["in_processes"]
 
 _NOT_STARTED = "NVSHMEM did not initialize"
-_JOINED = "joined"  # what a PE says when it has opened a world
+_JOINED = "joined"  # what a PE sends when it has opened a world
 _SIZES = (1, 2, 3, 4)  # of most worlds
 _Pes = list[tuple[BaseProcess, Connection]]
 _kept: dict[int, _Pes] = {}  # on GPUs by the world's size
@@ -53,8 +53,8 @@ def in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: f
     Raises:
         AssertionError: a PE raised, ended, or took more than `timeout` seconds; all are ended then.
 
-    Where many worlds start at once, now and then NVSHMEM does not in one of them, or crashes. That one is started
-    again, once.
+    If many worlds start at once, NVSHMEM sometimes fails to start in one of them, or crashes. That world is started
+    again once.
     """
     try:
         return _in_processes(program, world, *args, timeout=timeout)
@@ -71,7 +71,7 @@ def _in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: 
     job = secrets.token_hex(16)
     has_gpus = torch.cuda.is_available()
     if has_gpus and not _kept and "PYTEST_XDIST_WORKER" in os.environ:
-        for size in _SIZES:  # all of them will be asked for, and begin meanwhile
+        for size in _SIZES:  # all sizes will be asked for, and start meanwhile
             _kept[size] = [_started() for _ in range(size)]
     kept = _kept.setdefault(world if has_gpus else 0, [])
     is_whole = False
@@ -111,7 +111,7 @@ def _collected(pes: _Pes, deadline: float, timeout: float) -> list[tuple[Any, bo
                 told = connection.recv()  # type: ignore[union-attr]
             except EOFError:
                 process = pes[rank][0]
-                process.join(10)  # its end of the connection is closed a moment before
+                process.join(10)  # it closes its end of the connection a moment before it ends
                 ended = f"PE {rank} of {world} ended with {process.exitcode}"
                 if rank not in joined and process.exitcode == -signal.SIGSEGV:
                     ended = f"{_NOT_STARTED}: {ended}"
@@ -143,7 +143,7 @@ def _end(pes: _Pes) -> None:
 
 
 def _serve(connection: Connection) -> None:
-    """Be a PE of one world after the other, until nobody is there to ask for more."""
+    """Be a PE of one world after the other, until the parent process is gone."""
     threads = torch.get_num_threads()
     join = joining.init
 
@@ -158,7 +158,7 @@ def _serve(connection: Connection) -> None:
             environment, sys.path[:], task = connection.recv()
         except EOFError:
             if has_nvshmem():
-                os._exit(0)  # its own end would wait for the other PEs
+                os._exit(0)  # a normal exit would wait for the other PEs
             return
         os.environ.update(environment)
         try:
@@ -176,12 +176,12 @@ def _serve(connection: Connection) -> None:
 
 
 def _is_worn() -> bool:
-    """Return whether something of a world has stayed in this process that the next one would meet."""
+    """Return whether anything of a world remains in this process that would affect the next one."""
     return runs_on() or any(thread.name.startswith("persistent_ops ") for thread in threading.enumerate())
 
 
 def _give_back_memory() -> None:
-    """Other PEs of this GPU need it. After an error of CUDA that raises too, and what counts is what raised first."""
+    """Free memory that other PEs of this GPU need. After a CUDA error this raises too; the first error counts."""
     gc.collect()
     with contextlib.suppress(RuntimeError):
         torch.cuda.empty_cache()

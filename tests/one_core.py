@@ -1,7 +1,7 @@
-"""PEs that are threads, on one core while they run Python, and on all cores while their kernels run.
+"""PEs that are threads use one core while they run Python, and all cores while their kernels run.
 
-torch lets go of the interpreter's lock in every operation. A thread that waits for it on another core is woken each
-time, and most of the time goes into that; on the same core it waits until the first one has nothing to do.
+torch releases the interpreter's lock in every operation. A thread that waits for the lock on another core is woken each
+time, and most of the time is lost there. On the same core it waits until the first thread has nothing to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def share_one_core(worker: int) -> None:
     """Let the PEs that are threads of this process share a core from now on.
 
     Args:
-        worker: number of this process among those that run tests side by side; each has the next core.
+        worker: number of this process among the processes that run tests side by side; each has the next core.
     """
     cores = os.sched_getaffinity(0)
     mine = {sorted(cores)[worker % len(cores)]}
@@ -49,7 +49,7 @@ def _on(cores: set[int], function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _all(cores: set[int]) -> Iterator[None]:
-    """Let this thread, and those that it starts, run on all cores."""
+    """Let this thread, and the threads that it starts, run on all cores."""
     mine = getattr(_this_thread, "cores", None)
     if mine is None:
         yield

@@ -1,4 +1,4 @@
-"""What tests of processes that find each other share: their environment, their sockets, and patience."""
+"""Shared by tests of processes that find each other: environment, sockets, and patience."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from persistent_ops.runtime.errors import BootstrapError
 
 __all__ = ["LOOPBACK", "SLACK", "clean_environment", "host_address", "listening", "wait_for"]
 
-# Above the package: a checkout on sys.path is enough, nothing needs to be installed.
+# The folder that contains the package: a checkout on sys.path is enough, nothing needs to be installed.
 _ROOT = Path(sys.modules[Bootstrap.__module__].__file__ or "").parents[3]
 SLACK = 5.0  # seconds past a time-out that a busy machine with two cores may take
-LOOPBACK = "0100007F"  # as the kernel's tables have it
+LOOPBACK = "0100007F"  # in the notation of the kernel's tables
 
 
 def clean_environment(**more: str) -> dict[str, str]:

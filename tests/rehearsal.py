@@ -1,11 +1,11 @@
-"""A rehearsal of the tests for GPUs: it compiles the kernels that they will load, ahead of them and on all cores.
+"""A rehearsal of the tests for GPUs: it compiles the kernels that they will load, in advance and on all cores.
 
     python -m pytest --backend=rehearsal -n auto
 
-Tests run as on the host, but operators plan as on a GPU, and launch nothing: the backend only notes which kernels it is
-asked for. The process that hands out the tests compiles what is noted, into the compile cache, where the tests on GPUs
-find it. Results are wrong, of course, and every test counts as skipped. What a test asks for behind something that
-needs a right result, or behind PATIENCE_S, is not noted, and compiled when it is needed.
+Tests run as on the host, but operators plan as on a GPU and launch nothing. The backend only notes the requested
+kernels. The process that hands out the tests compiles them into the compile cache, where the tests on GPUs find them.
+Results are wrong, and every test counts as skipped. A kernel that a test requests after a step that needs a right
+result, or after PATIENCE_S, is not noted. It is compiled when it is needed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from persistent_ops.runtime.residency import Footprint
 
 __all__ = ["Compiler", "Gpu", "Noted", "Notes", "NotingBackend", "PaperGpu", "bound", "rehearsing"]
 
-# In names of tests. torch 2.11 crashes where it traces in threads and GPUs that it was built for are not to be seen.
+# In names of tests. torch 2.11 crashes if it traces in threads and the GPUs that it was built for are not visible.
 _TRACING = ("opcheck", "make_fx", "fake_tensors", "what_a_mode_sees")
-PATIENCE_S = 30.0  # for a test: some wait for what only kernels bring, and on a busy machine all take long
+PATIENCE_S = 30.0  # for a test: some wait for results of kernels, and on a busy machine all are slow
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+# ---- requested kernels -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,16 @@ class Noted:
 
 @dataclass(frozen=True)
 class Notes:
-    """Kernels that processes note in a file, one a line."""
+    """Kernels that processes note in a file, one per line."""
 
     path: Path
 
     def add(self, noted: Noted) -> None:
-        with self.path.open("ab", buffering=0) as file:  # one write: no other process's comes in between
+        with self.path.open("ab", buffering=0) as file:  # one write, so that lines of processes do not mix
             file.write(noted.line)
 
     def follow(self, is_over: threading.Event) -> Iterator[Noted]:
-        """Yield what has been noted and what will be, each kernel once, until nothing more is to come."""
+        """Yield each noted kernel once, until nothing more will come."""
         seen = set()
         self.path.touch()
         with self.path.open("rb") as file:
@@ -104,7 +104,7 @@ class Notes:
                     if line not in seen:
                         seen.add(line)
                         yield Noted.of_line(line)
-                file.seek(-len(line), os.SEEK_CUR)  # one that is being written
+                file.seek(-len(line), os.SEEK_CUR)  # a line that is being written
                 if was_over:
                     return
                 is_over.wait(0.1)
@@ -134,7 +134,7 @@ class _Silent:
 
 
 class NotingBackend(HostBackend):
-    """The host's, with kernels that are noted and do nothing."""
+    """The host backend, with kernels that are noted and do nothing."""
 
     def __init__(self, notes: Notes, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -147,7 +147,7 @@ class NotingBackend(HostBackend):
 
 @dataclass(frozen=True)
 class Gpu:
-    """What plans and the compiler look at; by default an H100's or an H200's.
+    """The GPU properties that plans and the compiler use; by default of an H100 or H200.
 
     Attributes:
         arch: architecture, as nvcc spells it.
@@ -161,7 +161,7 @@ class Gpu:
 
     @classmethod
     def of_machine(cls) -> Gpu:
-        """Return this machine's first one, or the default where it has none."""
+        """Return the properties of this machine's first GPU, or the default without one."""
         if not torch.cuda.is_available():
             return cls()
         found = torch.cuda.get_device_properties(0)
@@ -170,7 +170,7 @@ class Gpu:
 
 
 class PaperGpu(NotingBackend):
-    """One to which a PE looks as if it had a GPU, until it wants to do something with it."""
+    """A backend that looks like a GPU's to a PE, until the PE uses the GPU."""
 
     name = "rehearsal"
     default_blocks_per_sm = 2  # GpuBackend's; its module cannot be imported without a GPU's packages
@@ -183,8 +183,8 @@ class PaperGpu(NotingBackend):
         return threads // 32
 
 
-# What the host reads of launches and decides by, in place of what they would have left there; the same on all PEs. An
-# operator whose host waits for something new finds nothing there, and its tests end early: it needs a line here.
+# The values that hosts read after launches, in place of what launches write. They are the same on all PEs. If an
+# operator's host waits for a value that is missing here, its tests end early: add a line here.
 _MOST_ROWS = 1000
 
 
@@ -215,13 +215,13 @@ _ANSWERS = (
 
 
 def bound(backend: type[NotingBackend], *arguments: Any) -> type[NotingBackend]:
-    """Return a backend whose first arguments are given; the others are those of `HostBackend`."""
+    """Return a backend with its first arguments given. The others are the arguments of `HostBackend`."""
     return type(backend.__name__, (backend,), {"__init__": functools.partialmethod(backend.__init__, *arguments)})
 
 
 @contextlib.contextmanager
 def rehearsing(backend: type[NotingBackend]) -> Iterator[None]:
-    """Give worlds that are opened in this context another backend, whichever they ask for; see `bound`."""
+    """Replace the backend of all worlds that are opened in this context; see `bound`."""
     real = joining._make_backend
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(joining, "HostBackend", backend))
@@ -233,7 +233,7 @@ def rehearsing(backend: type[NotingBackend]) -> Iterator[None]:
 
 
 def _call(trial: bits.Trial) -> tuple[None, int]:
-    """Call a trial as `bits.check` does, whatever comes of it."""
+    """Call a trial as `bits.check` does, and ignore the results."""
     for iteration in range(bits.NUM_ITERATIONS):
         for way in trial.ways(iteration):
             with contextlib.suppress(Exception):
@@ -272,20 +272,20 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 class Rehearsal:
-    """Makes tests rehearse, in a process that runs them; a plugin of pytest.
+    """Lets tests rehearse in a process that runs them; a plugin of pytest.
 
     Args:
-        gpu: for which they plan.
-        notes: where they note what they ask for.
+        gpu: that operators plan for.
+        notes: where the requests are noted.
     """
 
     def __init__(self, gpu: Gpu, notes: Notes) -> None:
         self.gpu, self.notes = gpu, notes
 
     def pytest_configure(self) -> None:
-        """Make all PEs that tests start rehearse, before test modules are imported."""
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # whoever asks for a GPU is told at once that there is none
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what torch would compile asks for the same kernels
+        """Let all PEs that tests start rehearse, before test modules are imported."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a request for a GPU fails at once
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # the compiled programs ask for the same kernels
         self._context = rehearsing(bound(PaperGpu, self.gpu, self.notes))
         self._context.__enter__()
         po.launch = self._with_rehearsing_processes(po.launch)
@@ -305,15 +305,15 @@ class Rehearsal:
             pytest.skip("not rehearsed: torch's tracing")
         with contextlib.suppress(Exception, pytest.fail.Exception), _at_most(PATIENCE_S):
             yield
-        end_those_left_behind()  # torch's fake tensors and tracing are not for two tests at a time
+        end_those_left_behind()  # torch's fake tensors and tracing do not work for two tests at a time
         pytest.skip("rehearsed")
 
 
 class Compiler:
-    """Compiles what is noted, in the process that hands out the tests; a plugin of pytest.
+    """Compiles the noted kernels in the process that hands out the tests; a plugin of pytest.
 
     Args:
-        gpu: for which it compiles.
+        gpu: to compile for.
         notes: to read.
     """
 
@@ -333,7 +333,7 @@ class Compiler:
                 self._made.append(pool.submit(make))
 
     def finish(self) -> list[str]:
-        """Wait for all that has been noted; return what came of it, line by line."""
+        """Wait for all noted kernels, and return the results, line by line."""
         asked = time.monotonic() - self._begin
         self._is_over.set()
         self._followed.result()
@@ -344,7 +344,7 @@ class Compiler:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """Tell one of pytest-xdist's workers."""
+        """Inform a pytest-xdist worker."""
         node.workerinput["rehearsal"] = (dataclasses.asdict(self._gpu), str(self._notes.path))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -359,7 +359,7 @@ class Compiler:
 
 
 def register(config: pytest.Config) -> None:
-    """Make this process of pytest's take part in a rehearsal."""
+    """Let this pytest process take part in a rehearsal."""
     told = getattr(config, "workerinput", {}).get("rehearsal")
     if told is None:
         gpu, notes = Gpu.of_machine(), Notes(Path(tempfile.mkdtemp(prefix="rehearsal-"), "notes"))

@@ -1,7 +1,7 @@
-"""What PEs that are threads compute one after the other.
+"""Computations that PEs that are threads make one after the other.
 
-torch lets go of the interpreter's lock in every operation, however small. Threads that compute side by side hand it
-back and forth, which takes most of the time; and each makes for itself what a cache would hold for all.
+torch releases the interpreter's lock in every operation, however small. Threads that compute side by side pass the lock
+back and forth, which takes most of the time. Each thread would also compute what a cache would keep for all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _lock = threading.RLock()
 
 
 def serially(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make a function, which waits for no other PE, one that a single thread is in at a time."""
+    """Make a function that only one thread runs at a time. The function must not wait for other PEs."""
 
     @functools.wraps(function)
     def one_at_a_time(*args: _Arguments.args, **options: _Arguments.kwargs) -> _Result:

@@ -1,4 +1,4 @@
-"""Collections of tables for tests, batches for them, and a model of one process."""
+"""Collections of tables for tests, batches for them, and a model in one process."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ CASES = [
         _PLAIN,
         {"a": "replicated", "c": "replicated"},
         is_weighted=True,
-        options={"lookups_per_sample": 0.25},  # more room is made
+        options={"lookups_per_sample": 0.25},  # the exchange enlarges its room
     ),
 ]
 
 
 def samples_of(rank: int, step: int) -> int:
-    """Return how many samples a PE has in a step; sometimes none."""
+    """Return the number of samples of a PE in a step, sometimes zero."""
     return 0 if (rank, step) == (0, 1) else 2 + (3 * rank + step) % 4
 
 
@@ -158,7 +158,7 @@ def gradient_of(case: Case, rank: int, step: int) -> torch.Tensor:
 
 
 class _ByRows:
-    """Steps of Adam, or of row-wise Adagrad with a mean for each slice, of the rows that lookups have."""
+    """Adam, or row-wise Adagrad with a mean for each slice, applied to the looked-up rows."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _ByRows:
     ) -> None:
         self._tables, self._lr, self._slices, self._touched = tables, lr, slices, touched
         self._is_adam, self._num_steps = optimizer == "adam", 0
-        # By the names that state dicts have.
+        # By the names in state dicts.
         self.states: dict[str, torch.Tensor] = {}
         for name, table in tables.items():
             shape = table.shape if self._is_adam else (slices[name], len(table))
@@ -269,7 +269,7 @@ class Reference:
 
 
 def blocks_of(module: po.nn.ShardedEmbeddingBagCollection) -> dict[str, list[tuple[tuple[int, ...], torch.Tensor]]]:
-    """Return this PE's blocks of every table and state, as they are now."""
+    """Return this PE's blocks of every table and state, with their current values."""
     named = dict(module.state_dict())
     for of_table in module.optimizer.state_dict()["state"].values():
         named |= of_table
@@ -286,12 +286,12 @@ def one_table(placement: str = "table_wise", **options: Any) -> po.nn.ShardedEmb
 
 
 def one_each(*values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return lookups of a sample each."""
+    """Return lookups of one sample each."""
     return torch.tensor(values), torch.ones(len(values), dtype=torch.int64)
 
 
 class PlainCollection(torch.nn.Module):
-    """What an EmbeddingBagCollection has, of two tables."""
+    """The parts of an EmbeddingBagCollection of two tables."""
 
     def __init__(self) -> None:
         super().__init__()

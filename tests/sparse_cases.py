@@ -1,7 +1,7 @@
-"""Inputs of sparse_all_reduce for the tests, a model of its exact bits, a bound around fp64 sums; how a case is called.
+"""Test inputs of sparse_all_reduce, a model of its exact bits, a bound around fp64 sums, and the calls of a case.
 
-Data depends on (case, rank, iteration); every PE can compute every other's inputs. Values have sizes far apart, so
-that the bits of a sum tell in which order it was made.
+Data depends on (case, rank, iteration), so every PE can compute the inputs of every other PE. Magnitudes differ
+widely, so the bits of a sum show the order of the additions.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ WAYS = (
     ("sparse", "auto"),
     ("into", "auto"),
 )
-UNTOUCHED = -77.0  # what outputs hold before a call; no sum comes to it
+UNTOUCHED = -77.0  # what outputs hold before a call; no sum equals it
 UNTOUCHED_INDEX = -7
 
 
 class Entries(NamedTuple):
-    """What one PE passes, on the CPU; nobody may write to it.
+    """What one PE passes, on the CPU. Nobody may write to it.
 
     Attributes:
         indices: [nnz], int64.
@@ -47,7 +47,7 @@ class Entries(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A result: what every PE must get.
+    """The result that every PE must get.
 
     Attributes:
         indices: sorted, int64.
@@ -60,7 +60,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Draw:
-    """What the indices of one PE in one iteration may depend on."""
+    """What the indices of one PE in one iteration depend on."""
 
     rows: int
     rank: int
@@ -83,7 +83,7 @@ class Case:
         row_shape: of the dense part.
         op: "sum" or "mean".
         index_dtype: of the indices where they are passed as a buffer.
-        is_coalesced: x says of itself that it is coalesced; the pattern must keep that promise.
+        is_coalesced: x is marked as coalesced; the pattern must produce coalesced indices.
     """
 
     name: str
@@ -100,11 +100,11 @@ class Case:
         return (self.rows, *self.row_shape)
 
 
-# ---- which rows a PE has ---------------------------------------------------------------------------------------------
+# ---- rows of a PE ----------------------------------------------------------------------------------------------------
 
 
 def uniform(*counts: int) -> Pattern:
-    """Rows anywhere, repetitions included; counts by rank, and a few more from iteration to iteration."""
+    """Random rows with repetitions. Counts depend on the rank, and a little on the iteration."""
 
     def draw(d: Draw) -> torch.Tensor:
         count = counts[d.rank % len(counts)]
@@ -120,7 +120,7 @@ def distinct(count: int) -> Pattern:
 
 
 def identical(count: int) -> Pattern:
-    """The same rows on every PE, in another order on each."""
+    """The same rows on every PE, in a different order on each."""
 
     def draw(d: Draw) -> torch.Tensor:
         rows = torch.randperm(d.rows, generator=d.shared)[:count]
@@ -130,7 +130,7 @@ def identical(count: int) -> Pattern:
 
 
 def disjoint(count: int) -> Pattern:
-    """No row on two PEs."""
+    """No row is on two PEs."""
 
     def draw(d: Draw) -> torch.Tensor:
         rows = torch.randperm(d.rows, generator=d.shared)
@@ -140,12 +140,12 @@ def disjoint(count: int) -> Pattern:
 
 
 def nested(count: int) -> Pattern:
-    """The rows of a PE are among those of the next."""
+    """The rows of a PE are among the rows of the next PE."""
     return lambda d: torch.randperm(d.rows, generator=d.shared)[: count * (d.rank + 1)]
 
 
 def zipf(count: int) -> Pattern:
-    """A few rows very often, and many now and then."""
+    """A few rows very often, and sometimes many rows."""
 
     def draw(d: Draw) -> torch.Tensor:
         weights = 1.0 / torch.arange(1, d.rows + 1)
@@ -175,7 +175,7 @@ def ordered(pattern: Pattern) -> Pattern:
 
 
 def where(condition: Callable[[Draw], bool], pattern: Pattern) -> Pattern:
-    """Nothing on a PE, or in an iteration, for which the condition does not hold."""
+    """No rows on a PE, or in an iteration, for which the condition is false."""
     return lambda d: pattern(d) if condition(d) else torch.empty(0, dtype=torch.int64)
 
 
@@ -191,7 +191,7 @@ def _shrinking(d: Draw) -> torch.Tensor:
     return torch.randint(d.rows, (2 * 3 ** (NUM_ITERATIONS - 1 - d.iteration),), generator=d.own)
 
 
-# Rows of 16 bytes' multiples, the dtypes, and indices of 32 bits have kernels of their own; few cases have the last.
+# Rows of multiples of 16 bytes, each dtype, and 32-bit indices have their own kernels. Few cases have 32-bit indices.
 _FP16, _BF16, _INT32 = torch.float16, torch.bfloat16, torch.int32
 CASES = [
     Case("a few rows of many", 5000, uniform(60, 20, 90)),
@@ -241,7 +241,7 @@ CASES = [
     Case("growing", 3000, _growing, (4,)),
     Case("shrinking, bf16", 3000, _shrinking, (4,), _BF16),
 ]  # fmt: skip
-# What worlds other than the plain ones run; each kind of row set, dtype and raggedness is there.
+# The cases of the other worlds. Every kind of row set, dtype and raggedness occurs.
 FEW = [case for case in CASES if case.rows < 1000 and case.name != "one row again and again"]
 
 
@@ -276,7 +276,7 @@ def make_inputs(case: Case, world: int, iteration: int) -> list[Entries]:
 
 
 def sum_in_order(indices: torch.Tensor, values: torch.Tensor) -> Rows:
-    """Add up the values of each row in order of occurrence, in their dtype, beginning with the first of them."""
+    """Add up the values of each row in order of occurrence, in their dtype, beginning with the first one."""
     rows, slots, counts = indices.unique(return_inverse=True, return_counts=True)
     order = slots.argsort(stable=True)
     begins = counts.cumsum(0) - counts
@@ -290,12 +290,12 @@ def sum_in_order(indices: torch.Tensor, values: torch.Tensor) -> Rows:
 
 @serially
 def expected(inputs: Sequence[Entries], op: str = "sum", dtype: torch.dtype | None = None) -> Rows:
-    """Return exactly what every PE must get: each PE's duplicates, then the PEs in rank order, in fp32, one rounding.
+    """Return the exact result of every PE: each PE's duplicates, then PEs in rank order, in fp32, one rounding.
 
     Args:
         inputs: of all PEs.
         op: "sum" or "mean".
-        dtype: of the result, or None for that of the inputs.
+        dtype: of the result, or None for the dtype of the inputs.
     """
     parts = [sum_in_order(indices, values.float()) for indices, values in inputs]
     rows, sums = sum_in_order(torch.cat([part.indices for part in parts]), torch.cat([part.values for part in parts]))
@@ -350,13 +350,13 @@ def bound_problem(rows: int, result: Rows, inputs: Sequence[Entries], op: str = 
 
 
 def zeros_have_signs(algorithm: str) -> bool:
-    """Return whether -0.0 and 0.0 are told apart: how torch adds up duplicates on a GPU decides it for "dense"."""
+    """Return whether -0.0 and 0.0 differ. With "dense" on a GPU this depends on how torch adds up duplicates."""
     return algorithm != "dense" or po.backend() == "host"
 
 
 @serially
 def rows_problem(result: Rows, want: Rows, *, zeros_have_signs: bool = True) -> str | None:
-    """Return where a result differs in indices, or in a bit of its values; or None."""
+    """Return where a result differs in indices or in a bit of its values, or None."""
     if result.indices.dtype != torch.int64 or result.indices.tolist() != want.indices.tolist():
         return f"{result.indices.dtype} indices {result.indices.tolist()} instead of {want.indices.tolist()}"
     if zeros_have_signs:
@@ -383,7 +383,7 @@ def taken_apart(result: torch.Tensor) -> Rows:
 
 
 def form_problem(result: torch.Tensor, case: Case) -> str | None:
-    """Return what is wrong with a sparse result beside its rows, or None."""
+    """Return what is wrong with a sparse result except for its rows, or None."""
     kind = (result.layout, tuple(result.shape), result.dtype, result.device, result.is_coalesced(), result.sparse_dim())
     want = (torch.sparse_coo, case.shape, case.dtype, po.device(), True, 1)
     if kind != want or tuple(result._values().shape[1:]) != case.row_shape or result.requires_grad:
@@ -392,7 +392,7 @@ def form_problem(result: torch.Tensor, case: Case) -> str | None:
 
 
 class Room:
-    """Buffers for a result of sparse_all_reduce_into, with some memory behind them; collective.
+    """Buffers for a result of sparse_all_reduce_into, with some memory after them; collective.
 
     Attributes:
         indices, values, count: what the call gets.
@@ -419,7 +419,7 @@ class Room:
 
         Args:
             want: the result.
-            is_full: the result has more rows than there is room for: only the count may be there.
+            is_full: the result has more rows than the buffers: only the count may be written.
         """
         indices, values, count = self._indices.cpu(), self._values.cpu(), self._count.cpu().tolist()
         if count != [UNTOUCHED_INDEX, len(want.indices), UNTOUCHED_INDEX]:
@@ -435,7 +435,7 @@ class Room:
 
 @serially
 def padded(case: Case, entries: Entries, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return indices, values and count of a PE, with entries behind the count that nobody may read."""
+    """Return indices, values and count of a PE, with entries after the count that nobody may read."""
     nnz = len(entries.indices)
     indices = torch.full((length,), case.rows + 9, dtype=case.index_dtype)
     indices[nnz + 1 :: 2] = -1
@@ -452,7 +452,7 @@ def call_into(case: Case, entries: Entries, room: Room, algorithm: str, length: 
         entries: of this PE.
         room: takes the result.
         algorithm: the operator's.
-        length: of the buffers, whose valid entries a count then tells; None for no more than the entries.
+        length: of the buffers, with a count of the valid entries; None for buffers of exactly the entries.
     """
     indices, values, count = padded(case, entries, len(entries.indices) if length is None else length)
     po.sparse_all_reduce_into(
@@ -468,7 +468,7 @@ def call_into(case: Case, entries: Entries, room: Room, algorithm: str, length: 
 
 
 class SparseTrial(Trial):
-    """A case: called by both entries, all algorithms in the first turn and two in each of the others."""
+    """A case, called by both entries: all algorithms in the first turn, and two in each other turn."""
 
     def __init__(self, case: Case) -> None:
         self._case = case

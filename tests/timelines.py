@@ -1,4 +1,4 @@
-"""What every timeline must be: whole, nested, and the same in the file."""
+"""Properties of every timeline: complete, nested, and the same in the file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from persistent_ops.timeline import PeTimeline
 
 __all__ = ["problems_of_file", "problems_of_timeline"]
 
-_NS = 1.0  # what rounding may do to a time
+_NS = 1.0  # possible rounding error of a time
 
 
 def problems_of_timeline(pes: Sequence[PeTimeline], operator: str) -> list[str]:
-    """Return where launches lack a WG, or have one twice, and where something lies outside of what it belongs to."""
+    """Return where a launch lacks a WG or has one twice, and where an interval lies outside of its parent."""
     problems = []
     for pe in pes:
         found: defaultdict[tuple[str, int, int], Counter[int]] = defaultdict(Counter)
@@ -45,7 +45,7 @@ def problems_of_timeline(pes: Sequence[PeTimeline], operator: str) -> list[str]:
 
 
 def problems_of_file(path: Path, pes: Sequence[PeTimeline]) -> list[str]:
-    """Return what is missing in the file, and which of its rows are not nested."""
+    """Return what is missing in the file, and the rows that are not nested."""
     data = json.loads(path.read_text())
     problems = []
     counts = Counter(event["cat"] for event in data["traceEvents"] if event["ph"] != "M")

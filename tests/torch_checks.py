@@ -1,4 +1,4 @@
-"""An operator behind torch.ops: what torch's own checks find, and what its schema says that it writes."""
+"""Checks of an operator of torch.ops: torch's own checks, and the arguments that its schema declares as written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def opcheck_problems(
     """Return what torch.library.opcheck finds wrong.
 
     Args:
-        calls: by name: operator, arguments, and what it writes.
+        calls: by name: operator, arguments, and the arguments that it writes.
         utilities: the checks.
     """
     problems = []
@@ -32,9 +32,9 @@ def opcheck_problems(
 
 
 def assert_schemas(name: str, *outputs: str, is_collective: bool = True) -> None:
-    """Fail where an operator says that it writes something, or its form with outputs anything but them.
+    """Fail if an operator declares writes, or if its form with outputs declares writes of anything but outputs.
 
-    Collective ones also say that they change what orders them in compiled graphs.
+    Collective operators also declare that they change the object that orders them in compiled graphs.
     """
     order = ["order"] if is_collective else []
     plain, with_out = (getattr(torch.ops.persistent_ops, each).default._schema for each in (name, f"{name}_out"))

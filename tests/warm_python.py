@@ -1,9 +1,9 @@
-"""Fresh Python processes that have torch and the package already, whose import takes longer than most programs.
+"""New Python processes that have already imported torch and the package. The import takes longer than most programs.
 
-A server (`warm_server`) forks them, and each is then a child of the process that asked for it, as if that had started
-it: with a `__main__`, an environment, a folder and file descriptors of its own, one thread, and its own exit. What
-differs is that the modules are there, and that str hashes alike in all of them. Tests of what an import or the start of
-an interpreter does start theirs with `subprocess`.
+A server (`warm_server`) forks them. Each one becomes a child of the process that asked for it, as if that process had
+started it. It has its own `__main__`, environment, folder, file descriptors and exit, and one thread. Differences:
+modules are already imported, and str hashes are equal in all of them. Tests of an import or of an interpreter's start
+use `subprocess`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from folders import FOLDERS, TESTS
 __all__ = ["Popen", "fork_launches", "servers"]
 
 _PR_SET_CHILD_SUBREAPER = 36
-# What may be read when the interpreter starts and when libraries are loaded: too late for a process that is forked.
+# Variables that may be read when the interpreter starts or libraries are loaded, which is too late after a fork.
 _READ_EARLY = re.compile(
     r"PYTHON(?!PATH$)|LD_|LC_|LANG|MALLOC_|(OMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|CUDA|NVIDIA)_(?!SYMM_MEM_)"
 )
@@ -79,12 +79,12 @@ class _Server:
 
         Args:
             program: Python.
-            arguments: behind "-c" in its sys.argv.
-            descriptors: its file descriptors, and which of this process' each is.
+            arguments: the rest of its sys.argv, after "-c".
+            descriptors: its file descriptors, each with the corresponding descriptor of this process.
             environment: its variables.
             folder: its working directory.
             new_session: whether it leads a session.
-            leaves_early: whether it ends behind its exit handlers, without releasing its modules.
+            leaves_early: whether it ends after its exit handlers, without releasing its modules.
         """
         request = {
             "program": program,
@@ -112,7 +112,7 @@ class Popen(subprocess.Popen[str]):
     """subprocess.Popen of [sys.executable, "-c", program, ...], forked where its environment allows that."""
 
     def _execute_child(self, args: Any, *more: Any) -> None:
-        # What subprocess.Popen leaves to its platform: the arguments stand in the same order in Python 3.10 to 3.14.
+        # The platform-dependent part of subprocess.Popen. The order of arguments is the same in Python 3.10 to 3.14.
         folder, given_environment = more[4:6]
         streams, new_session = more[9:15], more[20]
         environment = dict(os.environ if given_environment is None else given_environment)
@@ -136,10 +136,10 @@ class Popen(subprocess.Popen[str]):
 
 
 def fork_launches(*, at_once: bool = False) -> None:
-    """Let `Popen`, multiprocessing's spawn, and po.launch with it, fork their processes from now on.
+    """Let `Popen`, multiprocessing's spawn, and thereby po.launch, fork their processes from now on.
 
     Args:
-        at_once: start what they are forked from now, and not with the first of them.
+        at_once: start the server now, and not with the first process.
     """
     global _is_on
     _is_on = True
@@ -150,7 +150,7 @@ def fork_launches(*, at_once: bool = False) -> None:
 
 def _fork(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:
     environment = dict(os.environ)
-    # Not for the resource tracker, which is started with signals blocked: the server would go on with that.
+    # Not for the resource tracker. It is started with signals blocked, and the server would inherit that.
     server = _server_for(environment) if arguments[-1] == "--multiprocessing-fork" else None
     if server is None:
         return int(_spawn(path, arguments, descriptors))
@@ -160,12 +160,12 @@ def _fork(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:
 
 
 def servers() -> set[int]:
-    """Return the number of this process' server, where it has one: the child that stays."""
+    """Return the number of this process' server, if it has one. The server is a child that stays."""
     return set() if _server is None or not _server.is_mine() else {_server.pid}
 
 
 def _server_for(environment: dict[str, str]) -> _Server | None:
-    """Return the server of this process, or None where what it forks would not be what the environment asks for."""
+    """Return the server of this process, or None if its processes would not match the environment."""
     global _server
     with _lock:
         if _server is None or not _server.is_mine():
@@ -174,7 +174,7 @@ def _server_for(environment: dict[str, str]) -> _Server | None:
 
 
 def _be_subreaper(whether: bool) -> None:
-    """Adopt, or no longer, what this process' children leave behind."""
+    """Start or stop adopting the processes that children of this process leave."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(whether), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 

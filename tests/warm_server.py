@@ -1,9 +1,9 @@
-"""The process that `warm_python` forks programs from: it has imported what takes long, and has done nothing else.
+"""The process that `warm_python` forks programs from. It has imported the slow modules, and has done nothing else.
 
-Called with the number of a socket, over which requests come: JSON, and the file descriptors that it speaks of. The
-process that is to run a program leaves the loop and comes to the end of this file, so that it begins with one thread
-and ends as an interpreter does, exit handlers and all. A PE of multiprocessing's leaves out what comes behind them, as
-multiprocessing's own forks do: to release every module of torch takes longer than most PEs' programs.
+Its argument is the number of a socket for requests: JSON with file descriptors. A forked process that is to run a
+program leaves the loop and reaches the end of this file. So it begins with one thread and ends like an interpreter,
+including exit handlers. A PE of multiprocessing skips what comes after the exit handlers, as in multiprocessing's own
+forks: to release every module of torch takes longer than the programs of most PEs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed
 
 import persistent_ops
 
-# Imported for those that are forked; torch._dynamo, which takes some two seconds, is what torch's optimizers import.
+# Imported for the forked processes. torch's optimizers import torch._dynamo, which takes about two seconds.
 __all__ = ["persistent_ops", "pytest", "torch"]
 
 
@@ -39,12 +39,12 @@ _CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 def _has_used_cuda() -> bool:
-    """Return whether the driver has been initialized in this process, which makes it useless in those it forks."""
+    """Return whether the driver is initialized in this process. Then forked processes cannot use it."""
     with contextlib.suppress(OSError):
         return bool(
             ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _CUDA_ERROR_NOT_INITIALIZED
         )
-    return False  # there is none
+    return False  # there is no driver
 
 
 def _folders() -> list[str]:
@@ -52,12 +52,12 @@ def _folders() -> list[str]:
 
 
 def _next_program(connection: socket.socket) -> dict[str, Any]:
-    """Fork a process for each request; in that process, return the request."""
+    """Fork a process for each request. In that process, return the request."""
     parent = os.getppid()
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # po.launch may have started this one, with SIGINT held back
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # po.launch may have started this process with SIGINT blocked
     installed = [folder for folder in sys.path[1:] if folder not in _folders()]
     gc.collect()
-    gc.freeze()  # else a child's first collection would copy all of it
+    gc.freeze()  # otherwise a child's first collection would copy all of it
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 64)
         if not message:
@@ -72,7 +72,7 @@ def _next_program(connection: socket.socket) -> dict[str, Any]:
             os._exit(0)
         while os.getppid() == between:  # until `parent` adopts this process
             time.sleep(0.0005)
-        if os.getppid() != parent:  # it has ended
+        if os.getppid() != parent:  # the parent has ended
             os._exit(1)
         connection.close()
         request: dict[str, Any] = json.loads(message)
@@ -81,8 +81,8 @@ def _next_program(connection: socket.socket) -> dict[str, Any]:
 
 
 def _become(request: dict[str, Any], descriptors: list[int], installed: list[str]) -> None:
-    """Make this process what a fresh one is that was given the request's folder, environment and descriptors."""
-    spare = max(request["numbers"]) + 1  # from here on no copy is in the way of another one's number
+    """Give this process the folder, environment and descriptors of the request."""
+    spare = max(request["numbers"]) + 1  # copies from here on do not collide with requested numbers
     report, *given = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, spare) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
@@ -105,7 +105,7 @@ def _become(request: dict[str, Any], descriptors: list[int], installed: list[str
 
 
 def _leave(code: int) -> None:
-    """End this process behind its threads, exit handlers and output, without releasing what it has."""
+    """End this process after its threads, exit handlers and output, without releasing its modules."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

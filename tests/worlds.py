@@ -1,4 +1,4 @@
-"""Running PEs for tests: a program in a world, a PE that dies on the way."""
+"""Running PEs for tests: a program in a world, and a PE that dies meanwhile."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def in_world(program: Callable[..., Any], world: int, backend: str, *args: Any, 
 
 
 def run_pes(program: Callable[..., Any], world: int, backend: str, *args: Any, timeout: float) -> list[Any]:
-    """Run `program(backend, *args)`, which opens its world and closes it, on so many PEs.
+    """Run `program(backend, *args)`, which opens and closes its world, on `world` PEs.
 
-    On the host they are threads, which cost nothing; on GPUs processes that are kept (see `kept_pes`).
+    On the host PEs are threads, which cost nothing. On GPUs they are kept processes (see `kept_pes`).
     """
     if backend == "host":
         return po.launch(program, world, backend, *args, threads=True, timeout=timeout)
@@ -97,14 +97,14 @@ def world_of(backend: str, group: str | None = None, *, has_group: bool = True, 
 
 
 def python_path() -> str:
-    """Return the folders in which a program that a test starts finds the package and the tests' modules."""
+    """Return the folders in which a program started by a test finds the package and the tests' modules."""
     return os.pathsep.join(filter(None, [*FOLDERS, str(TESTS.parent), os.environ.get("PYTHONPATH")]))
 
 
 def init_with_impatient_kernels(backend: str, timeout: float, heap_size: int, **options: Any) -> None:
-    """Join a world whose kernels wait for a peer at most `timeout` seconds, and the PEs themselves as long as it takes.
+    """Join a world whose kernels wait for a peer at most `timeout` seconds. On the host, PEs wait without limit.
 
-    On a busy machine PEs come to a meeting on the host one after the other.
+    On a busy machine, PEs reach a meeting on the host one after the other.
     """
     po.init(backend, operator_timeout=60.0, heap_size=heap_size, **options)
     po.runtime.world.current().workspace.timeout = timeout
@@ -115,13 +115,13 @@ def error_of(action: Callable[[], Any]) -> tuple[str, str, float]:
     start = time.monotonic()
     try:
         action()
-    except Exception as error:  # the test asserts which
+    except Exception as error:  # the test checks the type
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", time.monotonic() - start
 
 
 def message_of(kind: type[BaseException], call: Callable[[], object]) -> str:
-    """Return what a call says that raises an error of a kind; another error is the caller's."""
+    """Return the text of an error of a kind that a call raises. Another error is passed on."""
     try:
         call()
     except kind as error:
@@ -131,7 +131,7 @@ def message_of(kind: type[BaseException], call: Callable[[], object]) -> str:
 
 @contextlib.contextmanager
 def told_later() -> Iterator[None]:
-    """Let launches return before anybody looks at this PE's input, as on GPUs, where the host backend looks at once."""
+    """Let launches return before the host looks at this PE's input, as on GPUs. The host backend looks at once."""
     workspace = current().workspace
     launch = workspace.launch
     with pytest.MonkeyPatch.context() as patch:
@@ -140,7 +140,7 @@ def told_later() -> Iterator[None]:
 
 
 def gave_up(folder: Path, count: int) -> None:
-    """Wait until `count` PEs have left a file gave_up_<rank>, however busy the machine is; at most 60 s."""
+    """Wait until `count` PEs have left a file gave_up_<rank>; at most 60 s."""
     _await_files(folder, "gave_up_*", count, 0.02)
 
 
@@ -160,7 +160,7 @@ def _await_files(folder: Path, pattern: str, count: int, pause: float) -> None:
 
 
 class Survivor(NamedTuple):
-    """What a PE reported that was left with a dead one: text of its time-out, seconds until then."""
+    """Report of a PE that outlived a dead one: text of its time-out, seconds until then."""
 
     text: str
     seconds: float
@@ -171,33 +171,33 @@ _ITERATIONS = 6
 
 
 def dead_peer(work: Callable[[int], bool], backend: str, how: str, folder: Path) -> list[Survivor]:
-    """Let PE 1 die in the middle of its work, and check that nothing hangs and nobody is left over.
+    """Let PE 1 die during its work, and check that nothing hangs and no process is left over.
 
     Args:
-        work: calls the operator for one of six iterations, and returns whether the result is right; importable.
+        work: calls the operator for one of six iterations and returns whether the result is right; importable.
         backend: "host" or "cuda".
-        how: "stopped", in a world of three whose survivors wait at most 3 s in a kernel; "killed", in one of two, where
+        how: "stopped": a world of three, whose survivors wait at most 3 s in a kernel; "killed": a world of two, where
             the launcher notices first.
         folder: for what the PEs report.
 
     Returns:
-        What the survivors of a stopped PE reported; nothing for a killed one.
+        The survivors' reports if a PE was stopped; nothing if it was killed.
     """
     is_stopped = how == "stopped"
     world = 3 if is_stopped else 2
     with pytest.raises(RuntimeError, match=_NOTICED if is_stopped else "rank 1|PE 1"):
-        po.launch(_dies, world, work, backend, how, str(folder), timeout=200)  # they are processes, and compile
+        po.launch(_dies, world, work, backend, how, str(folder), timeout=200)  # PEs are processes and compile
     assert_gone(folder, world)
     if not is_stopped:
         return []
-    # Nobody but the survivors can tell: they did, by themselves.
+    # Only the survivors can report this.
     reports = [(folder / f"{rank}.error").read_text().split("|", 2) for rank in (0, 2)]
     assert [error for error, _, _ in reports] == ["PeerTimeoutError"] * 2, reports
     return [Survivor(text, float(seconds)) for _, seconds, text in reports]
 
 
 def assert_gone(folder: Path, world: int) -> None:
-    """Fail where a PE is still there; each has left its process number in <rank>.pid."""
+    """Fail if a PE still exists. Each PE has left its process number in <rank>.pid."""
     for rank in range(world):
         pid = int((folder / f"{rank}.pid").read_text())
         for _ in range(50):
@@ -209,11 +209,11 @@ def assert_gone(folder: Path, world: int) -> None:
 
 def _dies(work: Callable[[int], bool], backend: str, how: str, folder: str) -> None:
     init_with_impatient_kernels(backend, 3.0, 64 << 20)
-    for iteration in range(_ITERATIONS):  # whatever they need has been set aside then
+    for iteration in range(_ITERATIONS):  # afterwards all memory is set aside
         assert work(iteration)
     Path(folder, f"{po.rank()}.pid").write_text(str(os.getpid()))
     po.barrier()
-    if po.rank() == 1:  # in the middle of whatever it then does
+    if po.rank() == 1:  # while the others do something else
         number = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL}[how]
         threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
 
