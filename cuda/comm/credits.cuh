@@ -6,7 +6,7 @@
 namespace po {
 
 // Remembers which peers have granted this epoch's credit to a group of threads that store to several PEs in turn. Each
-// thread remembers kPesOfThread of them. The credit of PEs beyond those of all threads is read each time.
+// thread remembers kPesOfThread of them. For the PEs beyond, credit is read each time.
 class Credits {
  public:
   // Returns true if `receiver` has granted credit; waits for it the first time. One thread decides for the group, since

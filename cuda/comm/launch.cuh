@@ -2,8 +2,8 @@
 //
 // Flags carry the epoch and are never reset. A wait passes at `epoch >= expected` and is bounded. On time-out, the
 // first WG that meets it writes one record, raises the abort word and signals the peers; then all WGs leave.
-// cuda/DESIGN.md lists every release with the acquire that pairs with it; the page beside a kernel lists those of the
-// operator.
+// cuda/DESIGN.md lists every release with the acquire that pairs with it. The page beside a kernel lists the operator's
+// own.
 #pragma once
 
 #include "comm/put.cuh"
@@ -59,7 +59,7 @@ PO_NOINLINE inline int side_to_tell(const Team& team, int blamed, int accuser) {
 PO_NOINLINE inline void raise_abort(const Team& team, ErrorKind kind, Phase phase, int peer, uint64_t index,
                                     uint64_t seen, uint64_t waited_ns) {
   if (atomic_exchange_acq_rel_gpu(&team.local->error_claimed, 1) == 0) {
-    // The host interrupts this PE, whichever peer was waited for.
+    // The host interrupts this PE, no matter which peer was waited for.
     if (kind == kPeerLost && (host_says(team, peer) & kLost) == 0) peer = team.rank;
     ErrorRecord& record = *team.error;
     record.kind = kind;

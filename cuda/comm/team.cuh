@@ -61,7 +61,7 @@ PO_CONSTANT(kReportedByPeer)
 PO_CONSTANT(kBlameKindShift)
 
 // The purpose of a wait: a code, and above it the wait's bound in eighths of the time-out. Operators have codes of
-// their own, from kFirstPhase on. The operator's Python module has their meaning, as well as that of the kinds of bad
+// their own, from kFirstPhase on. The operator's Python module has their meaning, and the meaning of the kinds of bad
 // input.
 using Phase = uint32_t;
 inline constexpr int kCodeBits = 16;

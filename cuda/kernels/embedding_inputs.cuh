@@ -1,7 +1,7 @@
 // The exchange of a batch's lookups, in one persistent launch in a workspace of its own; with few WGs if it runs beside
 // other launches.
 //
-// Each PE has the lookups of its own samples for all features. Each owner of tables receives those of its tables from
+// Each PE has the lookups of its own samples for all features. Each owner of tables receives lookups of its tables from
 // every PE, in a region per PE of its symmetric heap. Protocol: (1) WG 0 grants every peer credit for the regions that
 // this launch fills. (2) Warps add up bags, chunk by chunk. WG 0 waits for all of them and finds where each feature
 // begins, and so each slot in each message. (3) Warps take pieces of messages, owners in turn from the next PE on, and

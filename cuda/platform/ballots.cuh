@@ -18,7 +18,7 @@ struct BallotWarp : Warp {
   }
 };
 
-// Those of `lanes` whose bit of their word equals this lane's. All lanes.
+// The lanes of `lanes` whose bit of their word equals this lane's. All lanes.
 PO_FN uint32_t lanes_alike([[maybe_unused]] const Warp& warp, uint32_t lanes, uint32_t word, int bit) {
 #if PO_ON_DEVICE
   // In C++ nvcc 13.0 makes twice as many instructions of this: it computes the bit twice, once for the ballot.

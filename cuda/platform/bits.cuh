@@ -33,7 +33,7 @@ PO_FN int highest_bit(uint32_t word) {
 
 PO_FN uint64_t bits_below(int bit) { return (1ull << bit) - 1; }
 
-// A set of numbers from 0 to kCount - 1. With one word its operations are those of the word.
+// A set of numbers from 0 to kCount - 1. With one word its operations are the word's operations.
 template <int kCount>
 struct BitSet {
   static constexpr int kWords = kCount / 64;

@@ -96,7 +96,7 @@ struct WorkGroup {
   pthread_barrier_t* barrier_;
   uint8_t* arena_;
   pthread_barrier_t* cluster_barrier_;
-  int64_t bytes_to_next_;  // from this WG's shared memory to that of the next WG
+  int64_t bytes_to_next_;  // from this WG's shared memory to the next WG's
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -91,7 +91,7 @@ PO_FN void copy_async(uint8_t* own, const uint8_t* source, int bytes) {
 }
 
 // The same for data that is not read again soon: it is the first to leave the L2 cache. Not for a kernel that traces:
-// nvcc 13.0 loses the registers of such a copy in a loop there, which becomes an illegal instruction
+// nvcc 13.0 loses the registers of this copy in a loop there, which becomes an illegal instruction
 // (tests/gpu_kernels.py checks this).
 PO_FN void copy_async_once(uint8_t* own, const uint8_t* source, int bytes) {
 #if PO_ON_DEVICE

@@ -1,7 +1,7 @@
 // Records what a WG does and when, for a timeline: spans of time, in a block of memory for each WG of each launch.
 //
 // A kernel that traces is compiled from a unit of its own, which specializes kTraces before it includes anything and
-// ends in PO_ENTRY_TRACED. In all other units this file is empty and leaves no instruction behind.
+// ends in PO_ENTRY_TRACED. In all other units this file is empty and adds no instruction.
 //
 // No WG waits for room: spans without room are counted and dropped. Times are ticks of the multiprocessor's clock on
 // the GPU, and nanoseconds on the host. A block has the time in nanoseconds at its begin and end, to convert its ticks.

@@ -23,7 +23,7 @@ struct BagShape {
   using Offset = Offset_;
   using Group = Lanes<kLanes_>;
   using Elements = VectorOf<Scalar, kBytes_>;
-  // Width of a table's element over that of an output's.
+  // Width of a table's element divided by the width of an output's.
   static constexpr int kNarrowing =
       static_cast<int>(sizeof(typename Scalar::Storage) / sizeof(typename Output_::Storage));
   static constexpr int kOutputBytes = kBytes_ / kNarrowing;
@@ -104,7 +104,7 @@ PO_FN BagFindings pool_bags(const BagInputs& in, int32_t chunk_begin, Sink& sink
   for (int v = 0; v < kVectors; ++v) {
     vector_offset[v] = v * Shape::kStrideBytes + lane_offset < chunk_bytes ? v * Shape::kStrideBytes : 0;
   }
-  // On the GPU all vectors are summed up, so that loops over them unroll. The host sums only those of the row.
+  // On the GPU all vectors are summed up, so that loops over them unroll. The host sums only the row's vectors.
   const int num_vectors = PO_ON_DEVICE ? kVectors : ceil_div(chunk_bytes, Shape::kStrideBytes);
 
   struct Batch {
@@ -249,7 +249,7 @@ BagFindings pool_bags_of_width(const BagInputs& in, int32_t chunk_begin, Sink& s
     if (static_cast<uint64_t>(index) >= static_cast<uint64_t>(in.num_rows)) return nullptr;
     return in.rows + chunk_begin + index * in.row_bytes;
   };
-  // Indices after the stream's are mostly those of this table's next task.
+  // Indices after the stream's are mostly indices of this table's next task.
   const int64_t num_ahead = in.num_indices - begin - kLookahead;
 
   if (!sink.open(typename Shape::Group{})) return findings;

@@ -7,7 +7,7 @@
 
 namespace po {
 
-// A bag is (slot, sample). Slots are the tables of this PE in its order, samples those of the source. The bag's lookups
+// A bag is (slot, sample). Slots are this PE's tables in its order, samples the source's. The bag's lookups
 // are indices[offsets[slot * samples + sample]] to indices[offsets[slot * samples + sample + 1] - 1].
 struct LookupSource {
   const void* indices;  // [capacity], int32_t or int64_t, the same for all sources; -1: a lookup that is skipped
@@ -19,7 +19,7 @@ struct LookupSource {
   int64_t count;         // lookups that are here; those after the last offset belong to no bag
   int64_t capacity;
   int64_t left_out;  // lookups of the source if they exceed `capacity`, so that none is here; else 0
-  // Lookup i of the source is number first_lookup + i among those of all sources. weights[i] has the same number among
+  // Lookup i of the source is number first_lookup + i among all sources' lookups. weights[i] has the same number among
   // the floats from where the PE's regions begin, so one address reaches all weights.
   int64_t first_lookup;
 };

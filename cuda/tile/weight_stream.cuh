@@ -277,8 +277,8 @@ class WeightStream {
       for (; step < share_.num_steps; ++step) multiply_steps<1>(step, sums, in_step);
     }
     used_position_ += share_.num_teams;
-    // Teams without another tile do not meet the others again. These would replace what such a team may still be
-    // reading.
+    // Teams without another tile do not meet the others again. The others' next copies would replace what such a team
+    // may still be reading.
     const int num_next = tiles_.count - (used_position_ - share_.team);
     if (!Traits::kResident && num_next > 0 && num_next < share_.num_teams) meet(share_.num_teams);  // @teams-leave
     return sums;

@@ -7,7 +7,7 @@
 namespace po::all_reduce {
 
 // The packet for 16 bytes of elements. Half a chunk of ones would look like an empty place. Such a half is NaNs, of
-// every type; other NaNs travel in their place.
+// every type, so other NaNs travel in its place.
 PO_FN BarePacket bare_packet_of(const Vector<16>& chunk) {
   BarePacket packet;
   __builtin_memcpy(&packet, &chunk, sizeof(packet));
@@ -23,8 +23,8 @@ template <int kCount>
 struct BarePlaces {
   uint8_t* place;   // the first one
   uint64_t stride;  // bytes to the next one
-  // Names the launch of the packets: those of a launch with another contract are not taken. Null: no other launch's can
-  // come.
+  // Identifies the launch of the packets: packets of a launch with another contract are not taken. Null: no other
+  // launch's packets can come.
   const uint8_t* flag;
   uint64_t flag_stride;
   int senders[kCount];  // -1: no packet is awaited

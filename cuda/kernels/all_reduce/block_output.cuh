@@ -138,7 +138,7 @@ class BlockOutput {
 
  private:
   // Computes 1 / sqrt(mean of the row's squares + eps) of each block's row, and whether all of the row's squares are
-  // there. Returns whether those of all rows are. All lanes.
+  // there. Returns whether all rows' squares are. All lanes.
   template <int kCount>
   PO_FN bool find_factors(const BlockBatch<kCount>& blocks, bool waits, float (&factors)[kCount],
                           bool (&is_there)[kCount]) {

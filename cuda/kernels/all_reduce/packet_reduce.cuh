@@ -89,7 +89,7 @@ class PacketReduce {
   PO_FN bool is_own(int block) const { return owner_of(block) == team_.rank; }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
 
-  // Number of a block's place among those of all senders that are added up at the same PE.
+  // Number of a block's place among the blocks of all senders that are added up at the same PE.
   PO_FN int64_t sums_number(int sender, int block) const {
     return sender * plan_.blocks_per_adder + (kTwoShot ? block / plan_.size : block);
   }

@@ -1,8 +1,8 @@
-// The sum by slices, for tensors whose time is that of the links: elements travel without flags, once to their owner
-// and back.
+// The sum by slices, for tensors whose time the links decide: elements travel without flags, once to their owner and
+// back.
 //
 // A slice is a WG's: kVectors blocks of each of its warps. A step has a slice for each owner. WGs of the same number,
-// one on each PE, work in turns. In turn t they send the elements of step t, add up those of step t - 1, and take the
+// one on each PE, work in turns. In turn t they send the elements of step t, add up step t - 1, and take the
 // results of step t - 2. One word per peer ends a turn for all three, and the next turn begins when all peers' words
 // have come. Places alternate between even and odd steps (kernels/all_reduce.md, rows 3 and 4).
 #pragma once

@@ -19,7 +19,7 @@ struct Rates {
 // A group, as needed by a warp that works on it.
 struct GroupView {
   uint8_t* rows;
-  float* state;  // kGradient: where its sums are, or those of all touched rows
+  float* state;  // kGradient: where its sums are, or the states of all touched rows
   float* second;
   int64_t first_key;
   int64_t end_key;

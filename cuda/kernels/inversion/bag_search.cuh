@@ -1,15 +1,15 @@
 // Finds the bag of a place among the lookups: a binary search among the bags' ends, halved like torch.searchsorted. So
 // ends that fall, for which no search has a right answer, have the same answer here and there.
 //
-// The answers rise with the place whatever the ends are: where the searches for two places part, that for the lower
-// place goes left.
+// The answers rise with the place whatever the ends are: where the searches for two places part, the search for the
+// lower place goes left.
 #pragma once
 
 #include "platform/groups.cuh"
 
 namespace po {
 
-// A step of the search: goes on with the part of [begin, end) after its middle, or before it.
+// A step of the search: continues with the part of [begin, end) after its middle, or before it.
 PO_FN void halve(int32_t& begin, int32_t& end, bool goes_behind) {
   if (begin >= end) return;
   const int32_t middle = begin + (end - begin) / 2;

@@ -1,7 +1,7 @@
 // Makes entries from indices and offsets, and counts for every pass how many keys have which digit.
 //
 // A tile is some lookups that lie side by side. Two searches find its bags: one for its first place, one for the place
-// after its last. Marks in shared memory say where the bags in between begin; a lookup's bag is that of the last mark
+// after its last. Marks in shared memory say where the bags in between begin; a lookup has the bag of the last mark
 // up to it. If the ends of these bags rise, a search among all ends has the same answer: all other ends send every
 // place of the tile the same way.
 #pragma once

@@ -1,5 +1,5 @@
-// One pass of the sort: each entry goes after all entries with a smaller digit, and after those with the same digit
-// before it.
+// One pass of the sort: each entry goes after all entries with a smaller digit, and after the entries with the same
+// digit before it.
 //
 // The number of entries per digit is known for the whole. So a tile only needs to know how many entries of each digit
 // the tiles before it have. It publishes its own numbers as soon as it has counted them. Then it adds up the numbers of

@@ -47,7 +47,7 @@ class RowExchange {
                                       static_cast<uint32_t>(wg.count() * wg.num_warps()),
                                       static_cast<uint32_t>(num_union), num_shares, plan.row_bytes)) {}
 
-  // The reduction is one block behind the contribution, so peers have had time to leave their sums.
+  // The reduction is one block later than the contribution, so peers have had time to leave their sums.
   PO_FN bool run() {
     for (int64_t block = 0; block <= blocks_.count; ++block) {
       if (block < blocks_.count) contribute(block);  // @block-contribute

@@ -125,7 +125,7 @@ class RowUnion {
   PO_FN bool place() {
     const uint64_t flag = launch_flag(team_);
     bool is_there = true;
-    uint64_t sums = 0;  // rows before this WG's; in the upper half those of all WGs: both stay below 2^32
+    uint64_t sums = 0;  // rows before this WG's; in the upper half the rows of all WGs: both stay below 2^32
     uint64_t shares = 0;
     for (int other = wg_.rank(); other < wg_.count(); other += wg_.size()) {
       Packet packet{};
@@ -236,7 +236,7 @@ class RowUnion {
     wg_.sync();  // @bits-set
   }
 
-  // Stores to this PE's own plane and those of reachable PEs; the others' planes are put from the own one. A thread
+  // Stores to the planes of this PE and of reachable PEs; the others' planes are put from the own one. A thread
   // sends the words that it clears for the next chunk.
   PO_FN void send(int64_t first, int count) {
     for (int hop = 0; hop < team_.size; ++hop) {
