@@ -290,7 +290,7 @@ def _groups(lines: Sequence[_Line]) -> dict[tuple[str, str, int], dict[str, _Lin
 
 def _draw_times(axes: Any, groups: Mapping[tuple[str, str, int], dict[str, _Line]], pes: int) -> None:
     series: dict[str, dict[int, float]] = {}
-    # What the others are divided by.
+    # The others are divided by this one.
     bases = [
         fastest(r.values(), UNFUSED[:1]) or fastest(r.values(), UNFUSED[1:]) or next(iter(r.values()))
         for r in groups.values()

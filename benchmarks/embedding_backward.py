@@ -246,7 +246,7 @@ class Backward(Trial):
         """Compare tables and states after a replay."""
         failures: list[str] = []
         for name, subject in subjects.items():
-            # What the kernel without an exchange is given in a graph is the gradient of one set for all.
+            # In a graph, the kernel without an exchange gets the gradient of one set for all sets.
             if name not in ("sort", "exchange", "kernel_alone") and not name.endswith("_eager"):
                 passes = subject.calls // len(self._sets)
                 failures += self._compare(name, subject.replay, passes, is_replay=True)[0]

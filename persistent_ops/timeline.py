@@ -83,7 +83,7 @@ class Timeline:
     def summary(self) -> list[LaunchSummary]:
         """Return a summary of each operator's launches on each PE, averaged over launches whose CTAs all found room."""
         begins: dict[_Key, list[float]] = defaultdict(list)
-        # Where there was no room for all WGs of a launch, its times are not known.
+        # If not all WGs of a launch found room, its times are not known.
         rounds = {
             (pe.pe, key): wgs
             for pe in self.pes

@@ -20,7 +20,7 @@ SECTOR_BYTES = 32  # the least that the memory of a GPU moves
 SECTOR_ROWS = SECTOR_BYTES // 4  # whose fp32 states are in one
 _INDEX_BYTES = 8
 
-# Each with the optimizers that it is measured with where none are asked for.
+# Each with the optimizers that it is measured with by default.
 CONFIGS: dict[str, tuple[Config, tuple[str, ...]]] = {
     config.name: (config, optimizers)
     for config, optimizers in (

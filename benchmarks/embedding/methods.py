@@ -90,7 +90,7 @@ class Methods:
         self._exchange = Exchange(world, config, storage.device)
         self._pooled = self._exchange.received  # which only gradients need
         self._world = world
-        # The operator's kernel without its exchange: as a team of one it pools the whole batch, and waits for nobody.
+        # The operator's kernel without its exchange: as a team of one it pools the whole batch, and does not wait.
         self._alone = plan_key(world, world.alone, config, self._weights, sets[0])
         # The kernel adds this to the heap's base, so that the output may lie outside the heap, and below it.
         self._pooled_offset = self._pooled.data_ptr() - world.backend.heap_base

@@ -36,7 +36,7 @@ def _draw_cases(axes: Any, lines: Sequence[_Line], pes: int) -> None:
     times = select(lines, "time", group="cases", pes=pes)
     names = [name for name in CASES if select(times, "time", case=name)]
     rows = [select(times, "time", case=name) for name in names]
-    # What the others are divided by: the best baseline; where there is none, the operator.
+    # The others are divided by this one: the best baseline; without a baseline, the operator.
     bases = [float((fastest(own, BASELINES) or fastest(own, METHODS) or own[0])["us"]) for own in rows]
     series: dict[str, dict[int, float]] = {}
     for method in ("auto", "into", *BASELINES):

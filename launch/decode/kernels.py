@@ -124,7 +124,7 @@ class Kernels:
     """
 
     def __init__(self, config: ModelConfig, *, is_compiled: bool) -> None:
-        # On a GPU that can, each kernel lets the next one in early, and begins before the one before it has ended.
+        # On a GPU that can, each kernel lets the next one start early, and starts before the previous one has ended.
         options = {"triton.enable_pdl": True}
 
         def made(function: Callable[..., Any]) -> Callable[..., Any]:

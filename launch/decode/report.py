@@ -15,7 +15,7 @@ from rich.table import Table
 
 __all__ = ["passed", "print_report", "seconds_per_token", "tolerance"]
 
-# Of fp32, what sums in another order differ by is more than a rounding: some hundred additions deep.
+# fp32 sums in another order differ by more than a rounding: some hundred additions deep.
 _LEAST_EPS = 2.0**-16
 
 

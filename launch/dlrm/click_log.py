@@ -22,7 +22,7 @@ __all__ = ["ClickLog", "Teacher"]
 _Words = npt.NDArray[np.uint64]
 _Doubles = npt.NDArray[np.float64]
 
-# What a number is drawn for: the first word of its key.
+# The purpose of a drawn number: the first word of its key.
 _DENSE, _ID, _BAG, _LABEL, _EFFECT, _FACTOR, _WEIGHT = range(7)
 
 _NUM_ROWS = tuple(min(rows, 2000) for rows in DLRM_ROWS)

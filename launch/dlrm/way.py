@@ -38,8 +38,8 @@ def make_collection(options: Options, data: Data) -> po.nn.ShardedEmbeddingBagCo
         eps=EPS,
         wire_dtype=options.wire_dtype,
         seed=options.seed,
-        # A graph's buffers are longer than a batch's lookups, and nobody looks at what a replay finds wrong. Readers
-        # have seen to it that every row is one of its table.
+        # A graph's buffers are longer than a batch's lookups, and errors of a replay are not looked at. Readers have
+        # checked that every row is one of its table.
         bounds="ignore" if options.is_captured else "fatal",
     )
 

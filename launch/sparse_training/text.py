@@ -17,7 +17,7 @@ import torch
 __all__ = ["Corpus", "read_corpus"]
 
 _SUFFIXES = (".txt", ".md", ".rst", ".py")
-# Of the standard library: what others installed, tests, and machine-made tables say little about Python.
+# Of the standard library: installed packages, tests and machine-made tables say little about Python.
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _WORD = re.compile(r"[^\W\d_]{2,}")  # letters of any script; what joins them in an identifier parts them here
 

@@ -34,7 +34,7 @@ __all__ = ["TOLERANCE", "PeReport", "differences", "run_pe"]
 # differ in their last bits may round to neighbors, which are one unit in the last place (2^-7, 2^-10) apart.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-10}
 
-# Of a GPU's free memory, what tables may take: the rest is for lookups, outputs and the reference's buffers.
+# The part of a GPU's free memory that tables may take: the rest is for lookups, outputs and the reference's buffers.
 _TABLE_SHARE_OF_FREE_MEMORY = 0.6
 
 

@@ -116,7 +116,7 @@ class _Cuts:
         self._tried = self._effort = 0
         layout = self._placed(configs, placements)
         best = self._cut_while_it_helps(layout, self._cuttable)
-        # One step after the other does not find what takes few slices of the costliest table, and some of others.
+        # Single steps do not find a placement with few slices of the costliest table and some of others.
         for table in _first_by_cost(layout, self._cuttable)[:1]:
             others = [each for each in self._cuttable if each != table]
             for way in self._ways(layout, [table]):

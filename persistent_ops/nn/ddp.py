@@ -192,7 +192,7 @@ def _finish(exchanges: list[_Exchange], group: Any) -> None:
     empty = [number for number, result in enumerate(results) if result._nnz() == 0]
     unused = set()
     if empty:
-        # All PEs see the same sums, and so all come here; but whether a table was used only the PE that did it knows.
+        # All PEs see the same sums, so all come here; only the PE that used a table knows that it did.
         used = [not hasattr(exchanges[number].gradient, _PLACEHOLDER) for number in empty]
         flags = torch.tensor(used, dtype=torch.int32, device=results[0].device)
         dist.all_reduce(flags, group=group)

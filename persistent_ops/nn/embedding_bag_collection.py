@@ -202,7 +202,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         max_norm = None if max_norm is None else as_number("max_norm", max_norm)
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         placements = placements_of(configs, placement)
-        # Before all that is collective, of which PEs with other tables or placements make more or less.
+        # Before all collective calls: PEs with other tables or placements make more or fewer of them.
         self._agree(
             "tables, placement, optimizer and its options, wire_dtype, seed",
             [configs, placements, optimizer, options, max_norm, scale, clamp, wire_dtype, rounding, seed],

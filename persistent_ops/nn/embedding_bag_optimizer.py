@@ -275,14 +275,14 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"state_dict: saved with {name}={saved[name]!r}, but the collection has {value!r}")
         if self._optimizer == "adam" and "step" not in saved:
             raise ValueError("state_dict: expected param_groups with the number of steps, which 'adam' needs, got none")
-        # Nothing is written before all has been looked at.
+        # Nothing is written before everything is checked.
         steps, rate = as_number("state_dict: step", saved.get("step", 0)), _rate("state_dict: lr", saved.get("lr", 0.0))
         if not 0 <= steps < 2**63:
             raise ValueError(f"state_dict: step: expected a number of at least 0 and below 2^63, got {saved['step']}")
         powers = torch.tensor(saved.get("beta_powers", (1.0, 1.0)), dtype=torch.float32, device="cpu")
         if powers.shape != (2,):
             raise ValueError(f"state_dict: beta_powers: expected two numbers, got {saved['beta_powers']!r}")
-        # What a scheduler changes in place is not the caller's.
+        # A scheduler changes values in place; these must not be the caller's.
         options = {
             name: copy.deepcopy(value.detach() if isinstance(value, torch.Tensor) else value)
             for name, value in saved.items()

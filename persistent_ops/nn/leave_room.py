@@ -20,7 +20,7 @@ _REMEDY = (
     "options = torch.distributed.ProcessGroupNCCL.Options(); options.config.max_ctas, options.config.cga_cluster_size "
     "= {num_sms}, 1; torch.distributed.init_process_group('nccl', pg_options=options)"
 )
-# What NCCL takes from the environment whatever a group's options say (envConfigOverride in its init.cc, connect.cc).
+# Environment variables that NCCL prefers to a group's options (envConfigOverride in its init.cc, connect.cc).
 _MAX_CTAS, _CLUSTER = "NCCL_MAX_CTAS", "NCCL_CGA_CLUSTER_SIZE"
 _AT_LEAST = ("NCCL_MIN_CTAS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_NRINGS", "NCCL_MIN_P2P_NCHANNELS")
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -119,7 +119,7 @@ class ReplicatedTables:
         states = [state for stack in stacks for number in stack.tables for state in stack.states(number)]
         self._changed = _BACKWARD.changed_inputs(tables=tables, states=states)
         self._changing = [*tables, *states]
-        # What autograd sees of the tables.
+        # The tables as autograd sees them.
         self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
         names = [config.name for number, config in enumerate(layout.configs) if layout.is_replicated(number)]
         name = world.workspace.calls.next_of("ReplicatedTables")
@@ -234,7 +234,7 @@ class ReplicatedTables:
         Returns:
             The weights' gradient, group after group added up; None where `begins` is.
         """
-        # Where the all-reduce is given up, another PE may have updated its replicas.
+        # If the all-reduce is given up, another PE may have updated its replicas.
         _BACKWARD.begin_changes(_world.for_call(), self._changed, self._changing)
         of_weights: torch.Tensor | None = None
         for stack, gradient, lookups in zip(self._stacks, gradients, chosen, strict=True):

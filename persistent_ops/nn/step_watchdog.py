@@ -24,7 +24,7 @@ from ..runtime.world import current
 
 __all__ = ["StepWatchdog"]
 
-# After the operators' own time-out, so that a launch that gives up is the first to: it knows for whom it has waited.
+# After the operators' own time-out: a launch that gives up knows for whom it has waited, so it reports first.
 _MARGIN_S = 10.0
 _ABORT_S = 30.0  # for torch to end NCCL's kernels, and again for what waits for them
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 0.05

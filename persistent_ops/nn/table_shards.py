@@ -173,7 +173,7 @@ class TableShards(torch.Tensor):
             device = blocks[0][1].device if blocks else torch.device(kwargs.get("device") or whole.device)
             return TableShards(whole.shape, blocks, dtype=dtype, device=device, remark=whole._remark, check=check)
         if function is _aten.new_empty.default and torch.Size(args[1]) == args[0].shape:
-            # Of torch.distributed.checkpoint.async_save, which puts copies of the blocks into it.
+            # For torch.distributed.checkpoint.async_save, which puts copies of the blocks into it.
             whole, dtype = args[0], kwargs.get("dtype") or args[0].dtype
             whole.check_whole()
             device = torch.device(kwargs.get("device") or whole.device)

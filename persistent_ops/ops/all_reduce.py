@@ -177,7 +177,7 @@ def _execute(
     _TENSORS.check(world.backend.device, x, weight, residual, bias, out, norm_out, scale)
     norm_dtype = _norm_dtype(x, weight, scale, norm_out, algorithm, eps, weight_bias)
     numel, dtype = x.numel(), x.dtype
-    # Where nothing depends on rows, all is one.
+    # If nothing depends on rows, the tensor counts as one row.
     width = x.shape[-1] if x.dim() and (weight is not None or bias is not None) else numel
     total = torch.empty_like(x) if out is None else out
     norm = None

@@ -189,7 +189,7 @@ def resolved(world: World, key: AllReduceKey) -> AllReduceKey:
     if algorithm == "slices":
         return key
     per_row, most = _blocks_per_row(world, key), _most_packet_blocks(world, key)
-    # Of rows that are not cut a launch has whole ones.
+    # If rows are not cut, a launch has whole rows.
     of_launch = most if _is_flat(key) else most // max(per_row, 1) * per_row
     fits = most > 0 and per_row * max(key.rows, 1) <= _MOST_PACKET_LAUNCHES * of_launch
     return key if fits else key._replace(algorithm="slices")
@@ -290,7 +290,7 @@ class AllReducePlan(Plan):
         request = kernel_request(
             key.dtype,
             self.algorithm,
-            # One library for all that makes no difference on the host.
+            # One library for all variants that make no difference on the host.
             norms=key.norms or is_host,
             is_aligned=key.is_aligned or is_host,
             warp_blocks=self._warp_blocks,

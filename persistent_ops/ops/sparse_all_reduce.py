@@ -177,9 +177,9 @@ def _through_dense(world: _world.World, layout: Layout, x: torch.Tensor) -> torc
     union, _ = start(world, marks, rows, present, "owner", in_order=True).pair()
     union = union.clone()
     everywhere = torch.arange(layout.num_rows, dtype=torch.int64, device=x.device)
-    # Of all numbers, -0.0 is the one that changes none that is added to it.
+    # -0.0 is the only number that does not change a number that it is added to.
     dense = torch.full((layout.num_rows, *layout.row_shape), -0.0, dtype=torch.float32, device=x.device)
-    # Of the ways to add up in order of occurrence, each device has one.
+    # Each device has one way to add up in order of occurrence.
     if x.is_cuda:
         dense.index_put_((numbers_inside,), values, accumulate=True)
     else:

@@ -139,7 +139,7 @@ class PendingSum:
                 num_rows, _ = self._plan.await_report(self._world, self._is_over)
                 self._plan.take_problem()  # the same again
             except BaseException as error:
-                # Too large for the heap on all PEs, or the others miss this launch: what comes next need not fail.
+                # Too large for the heap on all PEs, or the others miss this launch: later calls need not fail.
                 room.rows = 0
                 if not isinstance(error, Exception):
                     self._error = PeerLostError("sparse_all_reduce: this sum was interrupted between its launches")
@@ -235,7 +235,7 @@ class PendingSum:
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row numbers, `[1, U]`, and values."""
         if num_rows == 0:
-            # Not in the buffer: torch adds to an empty gradient by growing it where it lies.
+            # Not in the buffer: torch adds to an empty gradient by growing it in place.
             with torch.inference_mode(False):
                 rows = torch.empty_like(self._as_rows[:0]).view(1, 0)
                 return rows, torch.empty_like(self._as_values[:0]).view(0, *self._layout.row_shape)

@@ -51,7 +51,7 @@ def align_clocks(world: World) -> Clock:
     rounds, sample_words = constants["kRounds"], ctypes.sizeof(structs["Sample"]) // 8
     samples = world.backend.private_words(world.size * rounds * sample_words)
     call = structs["Call"](samples=samples.data_ptr())
-    # What earlier launches found wrong with this PE's input is raised later: the peers count on what follows.
+    # Bad input of earlier launches on this PE is raised later: the peers count on the next launches.
     world.workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
     world.backend.synchronize()
     world.workspace.raise_failure()

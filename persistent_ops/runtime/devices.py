@@ -44,7 +44,7 @@ def choose_device(count: int, *, current: int | None, of_job: Numbers | None, of
         return current
     rank, size = of_job or of_world
     if size is not None and size > count:
-        # Too few for one each. Equally many on each, because NVSHMEM does not start otherwise.
+        # Too few GPUs for one each. Each gets equally many PEs; otherwise NVSHMEM does not start.
         count = max(number for number in range(1, count + 1) if size % number == 0)
     return rank % count
 

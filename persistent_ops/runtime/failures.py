@@ -150,7 +150,7 @@ class Failures:
         told = error.other_side, tuple(error.peer_contract)
         if any(told[1]) or self._is_capturing():  # a capture allows no copy
             return told
-        # The report was faster than the credits, which are here by now.
+        # The report was faster than the credits; the credits have arrived by now.
         late = [
             (pe, self._credits.launched_by(pe, error.epoch)) for pe in (error.peer, error.index) if pe != self._rank
         ]

@@ -54,7 +54,7 @@ class Interruptible:
                     concurrent.futures.wait([future])
             return future.result()
         except BaseException:
-            # Also where a handler raises once more: the call uses what the caller gives up.
+            # Also if a handler raises once more: the call uses memory that the caller releases.
             while not future.done():
                 with contextlib.suppress(BaseException), self.interrupted():
                     concurrent.futures.wait([future])

@@ -181,8 +181,8 @@ class _Threads:
 
 def end_those_left_behind() -> None:
     """Ask the threads of PEs whose launches have returned to end, and wait for that, at most 5 s."""
-    # A thread that asks for the interpreter's lock while the interpreter ends is unwound, and with it the C++ frames of
-    # torch below it, which end the process for that (CPython before 3.14).
+    # If a thread asks for the interpreter's lock while the interpreter ends, the thread is unwound, and also torch's
+    # C++ frames below it. These end the process (CPython before 3.14).
     until = time.monotonic() + _EXIT_S
     threads = [launch.ask_to_end(rank) for launch, rank in _left_behind]
     for thread in threads:

@@ -29,8 +29,8 @@ def keep_order_on(device: torch.device) -> None:
     if device not in _tensors:
         with torch.inference_mode(False):
             tensor = torch.zeros(1, dtype=torch.int32, device=device)
-        # What torch._dynamo.mark_static_address says, without the import of the compiler: CUDA graphs of torch.compile
-        # take no tensor that changes unless it stays where it is.
+        # The same as torch._dynamo.mark_static_address, without the import of the compiler: CUDA graphs of
+        # torch.compile take no tensor that changes unless its address is static.
         tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
         _tensors[device] = tensor
 

@@ -17,8 +17,7 @@ __all__ = ["Footprint", "Residency", "Sm", "room_beside", "room_on_gpu"]
 _REGISTERS_AT_ONCE = 256  # that a warp takes
 _SHARED_AT_ONCE = 128  # bytes
 _SHARED_OF_SYSTEM = 1024  # bytes of each WG
-# What an SM's memory may be divided into, in KiB of shared memory; a busy SM is not divided again for a kernel that
-# comes.
+# The possible sizes of an SM's shared memory, in KiB. A busy SM keeps its size when another kernel comes.
 _DIVISIONS = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
 
 
@@ -66,7 +65,7 @@ def room_beside(sm: Sm, resident: Footprint, count: int, own: Footprint) -> int:
     if resident.overlaps:
         return 0
     taken = count * resident.shared_of_wg
-    # The least that the SM may have been divided for.
+    # The least size that the SM may have.
     shared = next((kib << 10 for kib in _DIVISIONS if kib << 10 >= taken), sm.shared_bytes)
     free = (
         (sm.threads - count * resident.threads) // own.threads,

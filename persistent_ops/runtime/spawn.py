@@ -303,7 +303,7 @@ def _held_back_interrupts() -> Iterator[None]:
 def _run_process(task: Task, environment: dict[str, str], writer: Connection, parent: int) -> None:
     """Be one PE: run the task and send its result, or its exception, to the process that called `launch`."""
     if sys.platform == "linux":
-        # The parent ends its PEs, but cannot once it is killed itself; so the kernel does.
+        # The parent ends its PEs, but not if it is killed itself; the kernel does that.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -314,7 +314,7 @@ def _run_process(task: Task, environment: dict[str, str], writer: Connection, pa
     os.environ.update(environment)
     try:
         fn, args = _unpack(task)
-        # Plain pickle, not multiprocessing's: that one would send a tensor as a handle of a shared memory segment.
+        # Plain pickle, not multiprocessing's, which would send a tensor as a handle of a shared memory segment.
         message = pickle.dumps((_packed(fn(*args), by_value=task.by_value), None, None, None, None))
     except SystemExit:
         raise

@@ -48,7 +48,7 @@ class Moment:
     def order_behind(self) -> None:
         """Let the current stream wait for it, unless one of the two is in another capture: see `StreamOrder`."""
         here = torch.cuda.current_stream(self._device)
-        # One that is not torch's may be another stream, with the handle of one that is gone.
+        # A stream that is not torch's may be another stream with the handle of a stream that is gone.
         is_elsewhere = here != self.stream or is_foreign(here)
         if is_elsewhere and capture_of(here.cuda_stream) == self._capture:
             here.wait_event(self.event)

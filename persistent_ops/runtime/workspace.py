@@ -331,7 +331,7 @@ class Workspace:
         told = [json.loads(raw) for raw in self._bootstrap.exchange("recover", own, timeout=patience)]
         epochs, counts, refused = zip(*told, strict=True)
         self.calls.agree(counts)
-        # No PE runs a kernel any more. What their signals still have under way must land before the words are cleared.
+        # No PE runs a kernel any more. Signals that are still under way must land before the words are cleared.
         self._backend.quiet()
         self._bootstrap.exchange("recover-quiet", b"")
         self._abort.zero_()

@@ -297,8 +297,8 @@ class World:
         self.admit_caller()
         workspace = workspace or self.workspace
         kernel, plan, call = self._barrier_of(contract, workspace)
-        # A PE that comes late finds at the first barrier the credit of those that have given up since, and at the
-        # second one that they have.
+        # A late PE finds at the first barrier the credit of PEs that have given up since. At the second barrier it
+        # finds that they have given up.
         for _ in range(2):
             workspace.launch(kernel, 1, plan.data_ptr(), call, raises_input_errors=False)
         self.backend.synchronize()
@@ -348,8 +348,8 @@ class World:
         self.backend.synchronize()  # an interrupt loses nothing up to here
         for workspace in self.workspaces:
             workspace.order.forget_collectives()  # some may have been aborted
-        # A peer's launches in different workspaces know nothing of each other: they give up one after the other. And it
-        # may not have come to the first of them yet, for which it has a time-out's length.
+        # A peer's launches in different workspaces are independent: they give up one after the other. The peer may not
+        # have come to the first of them yet; that takes up to one time-out.
         patience = self.bootstrap.timeout * (len(self.workspaces) + 1)
         try:
             for workspace in self.workspaces:

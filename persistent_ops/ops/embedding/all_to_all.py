@@ -386,7 +386,7 @@ _NO_GRADIENT = (
     "torch.compile or through torch.ops: call it outside, with or without "
     "optimizer=po.EmbeddingOptimizer(...), or under torch.no_grad(), or use embedding_bag + all_to_all_single"
 )
-# The rank is there for compilers, which keep graphs on disk: a PE must not take the graph of one with other samples.
+# The rank is there for compilers, which keep graphs on disk: a PE must not take another PE's graph.
 _SPLIT_AND_CHOICES = (
     "SymInt[] dim_per_rank, SymInt[] batch_per_rank, ScalarType dtype, ScalarType wire_dtype, str pooling, str bounds, "
     "str schedule, SymInt[]? columns=None, int? rank=None"

@@ -167,7 +167,7 @@ class EmbeddingOptimizer:
         self._seeds = torch.tensor(seeds_of(seed, len(self._tables)), dtype=torch.int64, device=device)
         states = itertools.chain(*self._states.values())
         self._own = (self._lr, self._gradient_scale, self._step_count, self._beta_powers, self._seeds, *states)
-        # What autograd sees of the tables.
+        # The tables as autograd sees them.
         self._placeholder = torch.zeros(0, dtype=torch.float32, device=device, requires_grad=True)
 
     @property

@@ -98,7 +98,7 @@ def kernel_request(
     needs_registers += (is_weighted or pooling == "mean") + has_wide_keys
     needs_registers += is_narrow and (step == "adam" or decay != "none")
     needs_registers += is_narrow and not is_aligned
-    # Of rows of 1 KB, and of elements one by one, squares take a few registers more than three WGs of an SM leave.
+    # For rows of 1 KB, or single elements, squares take a few registers more than three WGs of an SM leave.
     is_one_short = step == "rowwise_adagrad" and (
         tiles.row_chunks > 32 if is_narrow else not is_aligned and tiles.lanes > _LANES[0]
     )

@@ -403,7 +403,7 @@ class BackwardPlan(Plan):
         self.held = [self._areas[name] for name in self.areas]
         staging = self._areas[_STAGING].offset if _STAGING in self.areas else 0
         self._struct.staging_offset = staging
-        # Who pushes takes its own plan's word for where that is, and a CUDA graph may have a plan from before it grew.
+        # A sender takes the position from its own plan, and a CUDA graph may have a plan from before the area grew.
         contract = OPERATOR.contract(self._key.team, *self._contract_words, staging)
         self._struct.team = self._world.workspace.team(contract)
         pushes = []
@@ -439,7 +439,7 @@ class BackwardPlan(Plan):
             of_step: what the step alone has, by its name in the kernel's Call: rate, scale, step_count, beta_powers and
                 seeds; or, under GRADIENT, scale, sums, places and touched.
         """
-        # A row with many lookups is added up in chunks, whose sums and counts are kept by where it begins.
+        # A row with many lookups is added up in chunks. Their sums and counts are kept by the row's first place.
         slots = inverted.keys.numel() // self._slot_lookups + 2
         if slots > self._slots:
             if self._world.workspace.is_capturing():

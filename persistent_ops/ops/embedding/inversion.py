@@ -205,7 +205,7 @@ class InversionPlan(Plan):
         num_warps = world.backend.warps_of(threads)
         is_host = world.backend.name == "host"
         tile_items = key.items * (num_warps if is_host else threads)
-        # What scratch memory depends on, beside the room for lookups.
+        # The sizes of scratch memory depend on these, and on the room for lookups.
         self._scratch = (tile_items, entry_bytes, num_passes, 1 << digit_bits, description.queries["tile_words_bytes"])
         request = kernel_request(
             key.index_dtype,

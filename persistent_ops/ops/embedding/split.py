@@ -79,7 +79,7 @@ def dims_at_compile_time(*weights: torch.Tensor) -> tuple[int, ...]:
     return _agree_on_dims(world, table_sets(world).find(weights), weights)
 
 
-# What torch.compiler.assume_constant_result does, without its import of the whole compiler at `import persistent_ops`.
+# The same as torch.compiler.assume_constant_result, without the import of the compiler at `import persistent_ops`.
 dims_at_compile_time._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

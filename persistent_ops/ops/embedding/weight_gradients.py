@@ -178,7 +178,7 @@ class ReturnPlan(Plan):
         self.held = [self._areas[name] for name in self.areas]
         staging = self._areas[_STAGING].offset if _STAGING in self.areas else 0
         self._struct.staging_offset = staging
-        # Who sends takes its own plan's word for where that is, and a CUDA graph may have a plan from before it grew.
+        # A sender takes the position from its own plan, and a CUDA graph may have a plan from before the area grew.
         capacities = tuple(itertools.chain(*self._key.capacities))
         contract = OPERATOR.contract(self._key.team, self._key.layout.number, capacities, staging)
         self._struct.team = self._world.workspace.team(contract)

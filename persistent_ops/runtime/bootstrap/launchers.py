@@ -18,7 +18,7 @@ from persistent_ops.runtime.errors import BootstrapError
 
 __all__ = ["LAUNCHER_VARIABLES", "LaunchEnvironment", "detect", "local_numbers"]
 
-# What a launcher sets for one process and what would be wrong in a process started by that one.
+# Variables that a launcher sets for one process, and that are wrong in a process started by that process.
 LAUNCHER_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
     *("ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
@@ -82,7 +82,7 @@ def detect(environ: Mapping[str, str]) -> LaunchEnvironment:
     by_hand = None if elastic else _by_hand(environ, started)
 
     if own is not None:
-        # po.launch takes the other launchers' variables away from its children, so what stands here came later.
+        # po.launch removes the other launchers' variables from its children, so these variables were set later.
         for other in (elastic, by_hand, hydra, openmpi):
             _must_agree(own, other)
         return own

@@ -33,8 +33,8 @@ __all__ = [
 
 T = TypeVar("T")
 
-# A request that is answered at all is answered in well under this; it is what a call may take past its deadline, so
-# that a rank which timed out can still find out and say which ranks are missing.
+# A request that is answered takes much less time than this. A call may exceed its deadline by it, so that a rank which
+# timed out can still report which ranks are missing.
 _LAST_REQUEST_S = 0.5
 
 _STORE_CALL = "a call of torch's store (or of what else tells rank 0's address)"
@@ -181,7 +181,7 @@ class StoreMailbox:
                 "launcher) stopped?"
             ) from None
         except (RuntimeError, OSError):
-            # torch's text names the address, which has no business in a log.
+            # torch's text names the address, which should not be in a log.
             raise BootstrapError(
                 "the connection to the store of this job broke: the process that serves it (rank 0, or the launcher) "
                 "has left"
@@ -286,7 +286,7 @@ def connect_store(host: str, port: int, worker: Worker, deadline: float) -> Any:
     progress = ["its host name cannot be resolved"]
 
     def connect() -> Any:
-        # torch's own attempts log the address and a C++ stack each time; so knock first.
+        # torch's own attempts log the address and a C++ stack each time, so try to connect first.
         while True:
             remaining = deadline - time.monotonic()
             try:

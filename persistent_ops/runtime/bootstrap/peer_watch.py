@@ -116,7 +116,7 @@ class PeerWatch:
                     if self._calls is not None:
                         self._calls.compare(self._calls_told)
                 except BootstrapError:
-                    # The PE that served it has left. The processes of PEs on this host give more information.
+                    # The PE that served the mailbox has left. The processes of PEs on this host give more information.
                     self._mailbox, preparing = None, frozenset()
                     if self._serving_rank is not None and not self._stopped.is_set():
                         lost |= {self._serving_rank}

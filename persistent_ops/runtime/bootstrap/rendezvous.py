@@ -119,7 +119,7 @@ def _meeting(store: Any, job: str, worker: Worker, *, serves: bool, stop: Callab
 def _serve(host: str, worker: Worker, deadline: float) -> tuple[Any, str]:
     """Serve a store, and return it with the text by which the others find it."""
     store, port = serve_store(host, worker, deadline)
-    # The token keeps a rank of an older job, which kept an address that was given out again, from being taken for ours.
+    # The token distinguishes this job's ranks from ranks of an older job that still have an address given out again.
     return store, f"{host}|{port}|{secrets.token_hex(16)}"
 
 

@@ -146,7 +146,7 @@ def _offset_of_next(laid_out: list[tuple[str, type]], kind: type) -> int:
 
 
 def _structure(name: str, fields: list[tuple[str, type]]) -> type[ctypes.Structure]:
-    # Without a dictionary, so that a field's name that is wrong is an AttributeError.
+    # Without a dictionary, so a wrong field name is an AttributeError.
     return type(name, (ctypes.Structure,), {"__slots__": (), "_fields_": fields})
 
 

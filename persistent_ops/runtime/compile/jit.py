@@ -37,7 +37,7 @@ __all__ = [
 _FORMAT = 1  # of the cache; part of every key
 _PACKAGED_FOLDER = "_cuda"
 
-# Variables that change what the compilers write without standing on their command line.
+# Variables that change the compilers' output and are not on the command line.
 _COMPILER_VARIABLES = (
     "CPATH",
     "CPLUS_INCLUDE_PATH",
