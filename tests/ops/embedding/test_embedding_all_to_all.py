@@ -30,7 +30,7 @@ class TestBits(BitsSuite):
 
 
 def _dtypes_said_or_left_out() -> tuple[list[list[float]], int]:
-    """Return what calls give that mean the same, and how many plans they have made."""
+    """Return the results of calls that mean the same, and the number of plans that they have made."""
     device = po.device()
     table = torch.arange(32.0, device=device).view(8, 4) + 100 * po.rank()
     rows, bags = torch.arange(8, device=device), torch.arange(9, device=device)

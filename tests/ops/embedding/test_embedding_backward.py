@@ -1,4 +1,4 @@
-"""The backward pass of embedding_all_to_all: exact bits of updated tables and states, and against torch."""
+"""The backward pass of embedding_all_to_all: exact bits of updated tables and states, and comparison with torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from persistent_ops.ops.embedding.backward_plan import OPERATOR
 
 
 class BackwardTrial(Trial):
-    """Tables that are updated from turn to turn; the last turn begins with them as they were at first."""
+    """Tables that are updated from turn to turn. The last turn begins with the initial tables."""
 
     held: ClassVar[Sequence[int]] = ()
 
@@ -84,9 +84,9 @@ class BackwardTrial(Trial):
 
 
 def _as_it_may_lie(gradient: torch.Tensor, way: int) -> torch.Tensor:
-    if way == 1:  # anywhere
+    if way == 1:  # at any address
         return torch.cat([gradient.flatten()[:1], gradient.flatten()])[1:].view(gradient.shape)
-    if way == 2:  # among others' columns, as torch.cat hands it on
+    if way == 2:  # among others' columns, as torch.cat returns it
         before = gradient.new_full((len(gradient), 16), math.nan)
         behind = before[:, : -gradient.shape[1] % 8]
         return torch.cat([before, gradient, behind], 1)[:, 16 : 16 + gradient.shape[1]]
@@ -161,7 +161,7 @@ def test_replays_have_steps_and_rates_of_their_own(backend: str, optimizer: str,
 
 
 def _against_torch(optimizer: str, is_whole: bool) -> list[str]:
-    """Ten steps, beside one process with embedding_bag and torch.optim; return what differs too much."""
+    """Make ten steps, also in one process with embedding_bag and torch.optim; return what differs too much."""
     rank, world = po.rank(), po.world_size()
     shape = Shape("torch", dims=lambda rank: (16, 8), batch=lambda world: 12)
     case = Case(f"torch {optimizer}", shape, optimizer)
@@ -210,10 +210,10 @@ def test_ten_steps_are_those_of_one_process(backend: str, optimizer: str, is_who
 
 
 def _with_decay(optimizer: str, mode: str, max_norm: float | None) -> list[float]:
-    """Six steps with weight decay and of torch's optimizers, and renorm, with all rows looked up in each; return where
+    """Six steps with weight decay, torch's optimizers and renorm, with all rows looked up in each step; return where
     they differ.
 
-    Rows have the same number in all columns, so that row-wise Adagrad's mean of squares is the square of each.
+    All columns of a row have the same number, so row-wise Adagrad's mean of squares is the square of each number.
     """
     rate, decay, rows, batch = 0.3, 0.2, 9, 11
     drawer = torch.Generator().manual_seed(5)
@@ -264,11 +264,11 @@ def test_weight_decay_and_norms_are_those_of_torch(
     assert in_world(_with_decay, 1, backend, optimizer, mode, max_norm) == [[]]
 
 
-# ---- what is not finite ----------------------------------------------------------------------------------------------
+# ---- values that are not finite --------------------------------------------------------------------------------------
 
 
 def _infinite_weight(dim: int, dtype: torch.dtype) -> list[float]:
-    """Train a row whose lookup has an infinite weight, and one with a finite one; return the states of both."""
+    """Train a row whose lookup has an infinite weight, and a row with a finite one; return the states of both."""
     rank, device = po.rank(), po.device()
     table = torch.ones(4, dim, dtype=dtype, device=device)
     weights = torch.tensor([torch.inf, 2.0], device=device)
@@ -290,5 +290,5 @@ def _infinite_weight(dim: int, dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [8, 24, 96, 100, 250])
 def test_a_row_of_an_infinite_weight_has_an_infinite_state(backend: str, dim: int, dtype: torch.dtype) -> None:
-    """Also where lanes have chunks behind the row's end, whose zeros would make no number of it."""
+    """Also where lanes have chunks after the row's end, whose zeros would lead to NaN."""
     assert in_world(_infinite_weight, 2, backend, dim, dtype) == [[torch.inf, 1.0], []]

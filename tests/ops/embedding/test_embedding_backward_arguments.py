@@ -1,4 +1,4 @@
-"""Backward passes and optimizers as they may be used, overlapping and resumed, and as they may not: what is refused."""
+"""Backward passes and optimizers: permitted uses (overlapping, resumed), and uses that are refused."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_table_without_columns_is_refused() -> None:
 
 @contextlib.contextmanager
 def joined_alone() -> Iterator[None]:
-    """Be a world of one PE, on the host."""
+    """Open a world of one PE on the host."""
     po.init("host", heap_size=32 << 20)
     try:
         yield
@@ -212,7 +212,7 @@ _STOCHASTIC = dataclasses.replace(
 
 
 def _resumed_stochastically() -> list[list[str | None]]:
-    """Stopped behind two steps, and resumed by an optimizer that has other seeds, with the first one's and without."""
+    """Stop after two steps, and resume with an optimizer of other seeds: with the first one's seeds and without."""
     training = Training(_STOCHASTIC)
     for step in range(2):
         training.backward(step)()
@@ -272,7 +272,7 @@ def test_results_in_place_other_lists_and_tables_that_have_changed(backend: str)
 
 @pytest.mark.parametrize("lanes", [None, 8, 16, 32])
 def test_tiles_add_up_wide_rows_as_a_whole_warp_does(lanes: int | None) -> None:
-    """Squares are added up in trees of 32 chunks, but for those that a lane has more of: then both have as many."""
+    """Squares are added up in trees of 32 chunks. Where a lane has more chunks, a tile has as many as a whole warp."""
     for chunks in range(1, 1100):
         tiles = Tiles.of(16 * chunks, lanes)
         assert tiles.row_chunks % tiles.lanes == 0
@@ -295,7 +295,7 @@ _WIDER = torch.arange(5 * 40, dtype=torch.float32).view(5, 40)
     ],
 )
 def test_a_gradient_is_read_where_it_is(gradient: torch.Tensor, is_copied: bool) -> None:
-    """As columns of a larger tensor, too, which torch.cat hands on; what kernels cannot read so is copied."""
+    """Also as columns of a larger tensor, which torch.cat returns. What kernels cannot read in place is copied."""
     found = rows_of(gradient)
     assert torch.equal(found, gradient)
     assert (found.data_ptr() != gradient.data_ptr()) == is_copied

@@ -1,4 +1,4 @@
-"""A backward pass that begins beside the sort of its lookups: what it pushes meanwhile, and what it waits for."""
+"""A backward pass that begins while its lookups are sorted: what it pushes meanwhile, and what it waits for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 6
 
 
 def _problems(batch: int, num_tables: int = 2) -> list[str]:
-    """Train with SGD and whole numbers, other lookups in every step; compare all rows with sums of torch's."""
+    """Train with SGD and whole numbers, with other lookups in every step; compare all rows with torch's sums."""
     world, rank, device = po.world_size(), po.rank(), po.device()
     rng = torch.Generator().manual_seed(7 * rank + 1)
     tables = [torch.zeros(ROWS, COLUMNS, device=device) for _ in range(num_tables)]
@@ -34,7 +34,7 @@ def _problems(batch: int, num_tables: int = 2) -> list[str]:
         lookups = torch.randint(0, ROWS, (num_tables, batch, LENGTH), generator=rng).to(device)
         with torch.enable_grad():
             pooled = po.embedding_all_to_all(tables, lookups.flatten(), offsets, optimizer=optimizer)
-        # Of a whole number for each sample and column of the global batch, which every PE knows.
+        # A whole number for each sample and column of the global batch, which every PE knows.
         values = (torch.arange(batch)[:, None] * 7 + torch.arange(num_tables * COLUMNS * world) * 5 + step) % 9 - 4.0
         own = slice(rank * batch // world, (rank + 1) * batch // world)
         values = values.to(device)
@@ -87,11 +87,11 @@ def test_what_pushes_begins_behind_a_sort_that_leaves_room(
 # ---- how many push ---------------------------------------------------------------------------------------------------
 
 
-MOST_STEPS = 100  # in which the first WG may come by all pieces
+MOST_STEPS = 100  # in which the first WG may pass all pieces
 
 
 def _pushing(tuning: Tuning, length: int, wire: torch.dtype, is_more: bool) -> tuple[set[int], int]:
-    """Return the WGs that push, in launches until more than the first one have, and how many the plan lets push."""
+    """Launch until more than the first WG push. Return the WGs that push, and how many the plan permits to push."""
     world = po.runtime.world.current()
     OPERATOR.tune(world, tuning)
     num_tables, batch = 2, 64
@@ -133,7 +133,7 @@ def test_more_push_where_lookups_are_few(backend: str, at_par: int, length: int,
 
 
 def _turns(tables_of: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
-    """Return owner and number of the tables that are pushed to, and with which pushes their pieces take turns."""
+    """Return for each push: owner and number of the table, and the range of pushes whose pieces alternate."""
     world = po.runtime.world.current()
     tables = [torch.zeros(50, COLUMNS, device=po.device()) for _ in range(tables_of[po.rank()])]
     optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=1.0)
@@ -148,7 +148,7 @@ def _turns(tables_of: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
 
 @pytest.mark.parametrize("tables_of", [(2, 2, 2, 2), (1, 4, 1, 2), (0, 3, 1, 0)])
 def test_tables_of_one_number_are_pushed_side_by_side(backend: str, tables_of: tuple[int, ...]) -> None:
-    """So an owner's first tables are whole early, also where another PE has fewer."""
+    """So an owner's first tables are complete early, also if another PE has fewer tables."""
     for rank, pushes in enumerate(in_world(_turns, 4, backend, tables_of)):
         owners = [pe for pe in range(4) if pe != rank]
         assert sorted(push[:2] for push in pushes) == [(pe, table) for pe in owners for table in range(tables_of[pe])]
@@ -160,16 +160,16 @@ def test_tables_of_one_number_are_pushed_side_by_side(backend: str, tables_of: t
 
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------
 
-LARGE = 32768  # samples: a sort of 2.6 million lookups takes longer than the first pieces and peers' credit
-MOST_ROUNDS = 20  # beside other tests' PEs a peer's turn, and its credit, may come when a sort has ended
-POOL_BYTES = 4 << 30  # from which a mutation's first launch has zeros where nothing is sorted yet, and so no lookups
+LARGE = 32768  # samples: a sort of 2.6 million lookups takes longer than the first pieces and the peers' credit
+MOST_ROUNDS = 20  # beside other tests, a peer's turn and its credit may come after the sort has ended
+POOL_BYTES = 4 << 30  # new, so it is zero: a mutation's first launch finds no lookups in unsorted memory
 MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "rows_are_reduced_before_the_sort_has_ended": (Drop("count-is-there"), Drop("sort-has-ended"))
 }
 
 
 def _problems_of_sources(backend: str, root: Path) -> list[str]:
-    """Take kernels from other sources; for a process of its own, since it remembers them."""
+    """Take kernels from other sources. For a process of its own, since it keeps them."""
     jit.kernel_source_root = lambda: root  # type: ignore[assignment]
     po.init(backend, heap_size=256 << 20)
     torch.zeros(POOL_BYTES, dtype=torch.uint8, device=po.device())
@@ -184,7 +184,7 @@ def _problems_of_sources(backend: str, root: Path) -> list[str]:
 
 
 def _told(backend: str, root: Path) -> str:
-    """Return the problems of sources. What is not sorted yet may be any number, also of a row that no table has."""
+    """Return the problems of sources. Unsorted memory may hold any number, also a row that no table has."""
     try:
         return str(po.launch(_problems_of_sources, 2, backend, root, timeout=250))
     except torch.AcceleratorError as error:

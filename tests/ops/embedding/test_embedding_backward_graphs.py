@@ -1,4 +1,4 @@
-"""Training steps in CUDA graphs: forward and backward pass, and the exchange of the lookups before them."""
+"""Training steps in CUDA graphs: forward and backward pass, preceded by the exchange of the lookups."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _rate(turn: int) -> float:
 
 
 class _Steps(Training):
-    """A training whose steps are on buffers that keep their place.
+    """A training whose steps use buffers at fixed addresses.
 
     Args:
         case: what is trained.
-        way: "global batch", or "exchange": each PE brings its own samples' lookups.
+        way: "global batch", or "exchange": each PE passes the lookups of its own samples.
     """
 
     def __init__(self, case: Case, way: str) -> None:
@@ -54,14 +54,14 @@ class _Steps(Training):
         self._exchange = make_exchange(case, bounds="ignore") if self._is_exchanged else None
 
     def _inputs_of(self, turn: int) -> list[torch.Tensor]:
-        """Return indices, offsets, and factors where there are some."""
+        """Return indices and offsets, and factors if there are any."""
         case = self._case
         own = make_inputs(case, self._rank, self._world, turn)
         given = brought(case, turn) if self._is_exchanged else (own.indices, own.offsets, own.factors)
         return [tensor.to(po.device()) for tensor in given if tensor is not None]
 
     def load(self, turn: int) -> None:
-        """Fill the buffers; what is behind the last offset belongs to no bag."""
+        """Fill the buffers. What is after the last offset belongs to no bag."""
         for buffer, tensor in zip(self._buffers, self._given[turn % NUM_INPUTS], strict=True):
             buffer.zero_()[: tensor.numel()] = tensor
         self._gradient.copy_(self._gradients[turn % NUM_INPUTS])
@@ -87,7 +87,7 @@ class _Steps(Training):
             po.embedding_all_to_all(self.tables, lookups, **choices).backward(self._gradient)
 
     def follow(self, turn: int) -> None:
-        """Let the model make the step."""
+        """Apply the step to the model."""
         self.model.step(turn % NUM_INPUTS, 0, _rate(turn))
 
     def trained(self) -> list[torch.Tensor]:
@@ -99,7 +99,7 @@ class _Steps(Training):
         return [*self.model.tables, *(state for states in self.model.states for state in states)]
 
     def check(self, checks: Checks, wanted: Sequence[torch.Tensor], turn: int) -> None:
-        """Have what is trained compared with what a model had behind a turn."""
+        """Compare the trained tensors with the model's tensors after a turn."""
         for number, pair in enumerate(zip(self.trained(), wanted, strict=True)):
             checks.compare(f"turn {turn}, {self._case.name}, tensor {number}", *pair)
 
@@ -109,7 +109,7 @@ class _Steps(Training):
 
 
 def _replayed(way: str, replays: int) -> list[str]:
-    """Replay a step of several trainings, with other lookups, gradients and rates each time; some steps are eager."""
+    """Replay a step of several trainings, with other lookups, gradients and rates each time. Some steps are eager."""
     trainings = [_Steps(case, way) for case in _CASES]
     for training in trainings:
         training.load(0)
@@ -157,7 +157,7 @@ def test_a_thousand_replays_with_changing_inputs(backend: str, way: str) -> None
 
 
 def _with_many_lookups(optimizer: str, rows: int, drawn: str) -> tuple[list[str], list[bytes]]:
-    """Run steps and replay them; return what is wrong, and the bytes of what PE 0 trains, in any world the same."""
+    """Run steps and replay them; return what is wrong, and the bytes that PE 0 trains, which are equal in any world."""
     shape = Shape(
         "many lookups",
         dims=lambda rank: (16,) if rank == 0 else (),
@@ -177,7 +177,7 @@ def _with_many_lookups(optimizer: str, rows: int, drawn: str) -> tuple[list[str]
             po.check()
             kept = [tensor.clone() for tensor in training.trained()]
             graph = Graph(training.run)
-            for tensor, before in zip(training.trained(), kept, strict=True):  # on the host it was a step
+            for tensor, before in zip(training.trained(), kept, strict=True):  # on the host, the capture was a step
                 tensor.copy_(before)
             training.optimizer.loaded(turn)
         if graph is not None:
@@ -203,9 +203,9 @@ def test_bits_of_a_row_with_65536_lookups(backend: str, optimizer: str, rows: in
 
 
 def _first_step_in_a_capture() -> tuple[list[str], str | None]:
-    """A backward pass that was never made is refused in a capture, which harms neither; then it is made."""
+    """The first backward pass is refused in a capture, which harms neither. Then the pass is made."""
     training = _Steps(_CASES[1], "global batch")
-    training.optimizer = po.EmbeddingOptimizer(training.tables, _CASES[1].optimizer, lr=0.1)  # which has made none
+    training.optimizer = po.EmbeddingOptimizer(training.tables, _CASES[1].optimizer, lr=0.1)  # which has made no pass
     told = []
     for _ in range(2):
         with pytest.raises(RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""The backward pass where places exceed 31 and 32 bits, in elements and in bytes.
+"""The backward pass where addresses exceed 31 and 32 bits, in elements and in bytes.
 
-On the host such memory is mapped and left untouched, but for some rows about the boundaries.
+On the host such memory is mapped and left untouched, except for some rows near the boundaries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PAGE_BYTES = 4096
 
 
 def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return zeros; on the host fresh pages, which the kernel has zeroed and are not there until they are touched."""
+    """Return zeros. On the host: fresh pages, which the kernel has zeroed and provides when they are touched."""
     if po.device().type == "cpu":
         return torch.empty(shape, dtype=dtype)
     return torch.zeros(shape, dtype=dtype, device=po.device())
@@ -41,7 +41,7 @@ def _resident() -> int:
 
 
 def _without_touching(patch: pytest.MonkeyPatch) -> None:
-    """On the host, let what is large be zero as it is: whoever makes it has it fresh."""
+    """On the host, skip the zeroing of large memory, which is always fresh."""
     if po.device().type != "cpu":
         return
     zeros, zero_ = torch.zeros, torch.Tensor.zero_
@@ -54,7 +54,7 @@ def _without_touching(patch: pytest.MonkeyPatch) -> None:
 
 
 def _whole(*shape: int, first: int = 0) -> torch.Tensor:
-    """Return small whole numbers, which sum up exactly, and none of them 0."""
+    """Return small whole numbers, which sum up exactly. None is 0."""
     numbers = torch.arange(first, first + torch.Size(shape).numel()) % 9 + 1
     return numbers.view(shape).to(po.device(), torch.bfloat16)
 
@@ -63,7 +63,7 @@ def _whole(*shape: int, first: int = 0) -> torch.Tensor:
 
 
 def _updated(optimizer: str, rows: int, width: int, touched: list[int]) -> list[str]:
-    """Make two steps in a table of which rows about the boundaries have lookups; return what is wrong."""
+    """Make two steps in a table in which rows near the boundaries have lookups; return what is wrong."""
     before = _resident()
     device, count = po.device(), len(touched)
     chosen = torch.tensor(touched, device=device)
@@ -73,7 +73,7 @@ def _updated(optimizer: str, rows: int, width: int, touched: list[int]) -> list[
     with pytest.MonkeyPatch.context() as patch:
         _without_touching(patch)
         made = po.EmbeddingOptimizer([table], optimizer, lr=0.5, eps=0.0)
-    # Of one number in all columns, so that a mean of squares is exact too.
+    # The same number in all columns, so that a mean of squares is exact too.
     gradient = torch.arange(1.0, count + 1, device=device, dtype=torch.bfloat16)[:, None].expand(count, width)
     gradient = gradient.contiguous()
     offsets = torch.arange(count + 1, device=device)
@@ -98,7 +98,7 @@ def _updated(optimizer: str, rows: int, width: int, touched: list[int]) -> list[
     return wrong
 
 
-# Of rows of 512 bytes, row 2^22 begins at byte 2^31, row 2^23 at byte 2^32 and element 2^31; its state at byte 2^33.
+# With rows of 512 bytes, row 2^22 begins at byte 2^31, row 2^23 at byte 2^32 and element 2^31; its state at byte 2^33.
 _ABOUT = [3, 2**21, 2**22 - 1, 2**22, 2**22 + 3, 2**23 - 1, 2**23, 2**23 + 3]
 
 
@@ -118,7 +118,7 @@ def test_rows_and_states(backend: str, optimizer: str, rows: int, width: int, to
 
 
 def _sums_of_all_rows() -> list[str]:
-    """The second table's sums begin behind 2^31 floats, the flags behind both's."""
+    """The second table's sums begin after 2^31 floats, the flags after both tables' sums."""
     before = _resident()
     device, count = po.device(), len(_ABOUT)
     tables = [_zeros(2**23 + 5, _WIDTH, dtype=torch.bfloat16), _zeros(7, _WIDTH, dtype=torch.bfloat16)]
@@ -149,7 +149,7 @@ def test_sums_of_all_rows(backend: str) -> None:
 
 
 def _sums_of_touched_rows() -> list[str]:
-    """Half of the sums are put where they are behind 2^31 other floats."""
+    """Half of the sums are stored after 2^31 other floats."""
     world, device, width, count = po_world.current(), po.device(), 16, 8
     tables = [torch.zeros(20, width, device=device, dtype=torch.bfloat16)]
     rows = torch.tensor([3, 9, 4, 19, 3, 0, 9, 12], device=device)
@@ -196,10 +196,10 @@ def _gradient_of(sample: int, rank: int) -> torch.Tensor:
 
 
 def _pushed() -> list[str]:
-    """PE 0's gradient, and what it has staging for, are more than 2^31 elements and 2^32 bytes.
+    """PE 0's gradient, and its staging memory, are more than 2^31 elements and 2^32 bytes.
 
-    What PE 1 has for PE 0 travels to behind byte 2^32 of that staging, and the columns for PE 1 lie up to as far in PE
-    0's gradient.
+    PE 1's gradients for PE 0 go beyond byte 2^32 of that staging memory. The columns for PE 1 lie as far in PE 0's
+    gradient.
     """
     before = _resident()
     rank, device = po.rank(), po.device()

@@ -1,6 +1,6 @@
-"""The backward pass of embedding_all_to_all while PE 1 stops, dies or is late in one phase of it, whichever is chosen.
+"""The backward pass of embedding_all_to_all while PE 1 stops, dies or is late in one phase of the kernel.
 
-The kernel has a line more at the beginning of each phase, where PE 1 looks for a file.
+The kernel has one more line at the beginning of each phase, where PE 1 looks for a file.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ inline void reach(const char* phase, int rank) {
 }
 }  // namespace po::phases
 """
-# Of each phase: the file, and what it begins with. A PE has one thread there, which does one thing after the other.
+# For each phase: the file, and its first statement. A PE has one thread there, which works through the phases in order.
 _PHASES = {
     "credit": ("embedding_backward.cuh", "if (wg.index() == 0) grant_credit(plan.team, wg, 0);", "plan"),
-    # Behind the first table, which PE 2 has then.
+    # After the first table, which PE 2 has then.
     "push": ("embedding_backward/gradient_push.cuh", "copy(push, at.slice);", "plan_"),
     "reduce": ("embedding_backward.cuh", "update_rows(filled, at);", "plan_"),
     "update": ("embedding_backward.cuh", "if (wg.index() == 0) await_all_credits(plan.team, wg);", "plan"),
@@ -69,7 +69,7 @@ _PHASES = {
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of kernel sources in which the backward pass has the lines."""
+    """Return a folder of kernel sources with these lines in the backward pass."""
     root = tmp_path_factory.mktemp("phases") / "cuda"
     shutil.copytree(kernel_source_root(), root)
     for phase, (name, statement, plan) in _PHASES.items():
@@ -96,7 +96,7 @@ def _use(kernels: Path, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Let worlds of this process have the kernel; return where it looks for files."""
+    """Use this kernel in worlds of this process; return the folder in which it looks for files."""
     _use(kernels, monkeypatch)
     monkeypatch.setenv(_FOLDER, str(tmp_path))
     yield tmp_path
@@ -113,8 +113,8 @@ def _training() -> Training:
 
 
 def _stopped(phase: str, folder: Path) -> dict[str, Any]:
-    """PE 1 stops in its first backward pass, until the others have given up, and is then found alive."""
-    po_world.current().workspace.timeout = 3.0  # of kernels; on the host PEs come as late as they like
+    """PE 1 stops in its first backward pass until the others have given up. It is alive again afterwards."""
+    po_world.current().workspace.timeout = 3.0  # of kernels; on the host PEs may be late without limit
     training = _training()
     passes = [training.backward(iteration) for iteration in range(3)]
     po.check()
@@ -150,25 +150,25 @@ def _stopped(phase: str, folder: Path) -> dict[str, Any]:
 def test_a_pe_that_stops(backend: str, phase: str, folder: Path) -> None:
     seen = in_world(_stopped, 3, backend, phase, folder, operator_timeout=60.0)
     assert (folder / f"{phase}.reached").exists()
-    is_early = phase in ("credit", "push")  # the others need something of it
+    is_early = phase in ("credit", "push")  # the others still need data from PE 1
     for rank in (0, 2):
         ((iteration, name, text),) = seen[rank]["errors"]
         assert name == "PeerTimeoutError" and "PE 1" in text, text
         assert iteration == (0 if is_early else 1)
     told = [
         seen[rank]["errors"][0][2] for rank in (0, 2)
-    ]  # who gives up first says for what; then the other one leaves
+    ]  # the first PE that gives up names the phase; then the other one leaves
     assert any("its gradients of table" in text for text in told) is (phase == "push"), told
     for of_pe in seen:
         name, text = of_pe["refused"]
         assert name == "PersistentOpsError" and "load tables and states" in text
         assert of_pe["goes_on"]
     changed = {rank: seen[rank]["changed"] for rank in (0, 2)}
-    if phase == "credit":  # nobody's rows change before all credits are in
+    if phase == "credit":  # nobody's rows change before all credits have arrived
         assert changed == {0: [False] * 2, 2: [False] * 2}
-    elif phase == "push":  # PE 2 has all gradients of its first table, and PE 0 of none
+    elif phase == "push":  # PE 2 has all gradients of its first table, PE 0 has none
         assert changed == {0: [False] * 2, 2: [True, False]}
-    else:  # the step is made, and no row of the next one
+    else:  # the step is made, and no row of the next step
         assert all(seen[rank]["is_right"] and seen[rank]["changed"] == [True] * 2 for rank in (0, 2))
 
 
@@ -208,7 +208,7 @@ def _says(training: Training, backward: Callable[[], None], rows: list[torch.Ten
 
 
 def be_killed_or_survive(kernels: str, phase: str) -> None:
-    """Make backward passes, in the first of which PE 1 is killed; print what they raise, and which tables change."""
+    """Make backward passes. PE 1 is killed in the first one. Print the errors, and the tables that change."""
     with pytest.MonkeyPatch.context() as patch:
         _use(Path(kernels), patch)
         init_with_impatient_kernels("host", 60.0, 64 << 20)
@@ -229,7 +229,7 @@ def test_a_pe_that_is_killed(backend: str, phase: str, kernels: Path, tmp_path: 
     base |= {"MASTER_PORT": str(29000 + os.getpid() % 900 * 4 + list(_PHASES).index(phase)), _FOLDER: str(tmp_path)}
     program = "import sys, test_embedding_backward_phases as phases; phases.be_killed_or_survive(*sys.argv[1:])"
     command = [sys.executable, "-c", program, str(kernels), phase]
-    # By hand: no launcher ends one of them when the other dies.
+    # Started by hand, as a launcher would end the survivor.
     pes = [
         Popen(command, env=base | {"RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE, text=True)
         for rank in ("0", "1")
@@ -241,7 +241,7 @@ def test_a_pe_that_is_killed(backend: str, phase: str, kernels: Path, tmp_path: 
         lost = first if phase in ("credit", "push") else second
         assert lost[0] == "PeerLostError" and "PE 1" in lost[2] and "has ended" in lost[2], said
         assert lost is first or first[::2] == ["", ""], said
-        # Of the step that is given up no row, or those of the table whose gradients have all come.
+        # In the step that is given up no row changes, or the rows of the table whose gradients have all arrived.
         assert lost[1] == {"credit": "[False, False]", "push": "[True, False]"}.get(phase, "[True, True]"), said
         assert third[0] and third[1] == lost[1], said
     finally:

@@ -1,4 +1,4 @@
-"""The backward pass of embedding_all_to_all: faults as every operator meets them (protocol.py), and its own."""
+"""The backward pass of embedding_all_to_all: the faults of every operator (protocol.py), and its own faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TestFaults(ProtocolSuite):
 
     @classmethod
     def next_work(cls, iteration: int, way: str) -> Work:
-        """With the optimizer of the earlier ones: a new one's PEs agree on the host, where a dead one is found late."""
+        """With the optimizer of earlier passes. A new one's PEs agree on the host, where a dead PE is noticed late."""
         prepared = _prepared()
         if way in prepared:
             prepared[way].begin()
@@ -91,13 +91,13 @@ _of_worlds: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDict
 
 
 def _prepared() -> dict[str, Any]:
-    """Return what this PE's world has ready: passes whose forward part is over."""
+    """Return what this PE's world has ready: backward passes whose forward pass is complete."""
     return _of_worlds.setdefault(po.runtime.world.current(), {})
 
 
 def _half_updated(folder: Path) -> list[Any]:
-    """PE 0 stays away from a backward pass: what the other's launch may have changed is refused."""
-    po.runtime.world.current().workspace.timeout = 4.0  # of kernels; on the host PEs come as late as they like
+    """PE 0 stays away from a backward pass. Tables that PE 1's launch may have changed are refused."""
+    po.runtime.world.current().workspace.timeout = 4.0  # of kernels; on the host PEs may be late without limit
     training = Training(case_of("sgd"))
     backward, later = training.backward(1), training.backward(2)
     if po.rank() == 0:
@@ -128,7 +128,7 @@ def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Pat
     ), text
     assert waited and "po.recover()" in text and "NaN" not in text, text
     assert "may have left tables half updated" in text and "EmbeddingOptimizer.loaded(step_count)" in text, text
-    # The one that came late is told who gave up, and in which of its launches it is told.
+    # The late PE's error says who gave up, and in which of its own launches the PE learned of it.
     assert late[0] == "PeerTimeoutError" and "its launch of embedding_backward (" in late[1], late[1]
     assert "PE 1 gave up" in late[1] and "EmbeddingOptimizer.loaded(step_count)" in late[1], late[1]
     assert again[0] == "PersistentOpsError" and again[1].startswith("tables: "), again
@@ -136,7 +136,7 @@ def test_tables_that_may_be_half_updated_are_refused(backend: str, tmp_path: Pat
 
 
 def _refused_by_all(has_tables: bool) -> list[Any]:
-    """PE 0 knows nothing of a backward pass that PE 1 gives up, and may have no table at all."""
+    """PE 0 does not know of a backward pass that PE 1 gives up, and may have no table at all."""
     device = po.device()
     tables = [torch.ones(4, 2, device=device)] if has_tables or po.rank() else []
     optimizer = po.EmbeddingOptimizer(tables, lr=1.0)
@@ -175,7 +175,7 @@ def test_what_one_pe_refuses_is_refused_by_all(backend: str, has_tables: bool) -
 
 
 def _sums_beside_leftovers() -> bool:
-    """What a launch of all PEs has counted before it was given up stays; one of this PE alone may be behind it."""
+    """A given-up launch of all PEs leaves counts. A launch of this PE alone may come after it."""
     po.init("host", heap_size=32 << 20)
     world = po.runtime.world.current()
     table = torch.zeros(8, 4)
@@ -192,7 +192,7 @@ def _sums_beside_leftovers() -> bool:
     for leftover in (0, 7):
         world.workspace.zero_words(world.team, 1).fill_(leftover)
         sums.append(dense_gradients(gradient, [table], rows, offsets).sums[0])
-    po.recover()  # clears them
+    po.recover()  # clears the counts
     is_clear = not any(world.workspace.zero_words(team, 1).any() for team in (world.team, world.alone))
     po.finalize()
     return is_clear and all(torch.equal(found, expected) for found in sums)
@@ -203,7 +203,7 @@ def test_what_was_counted_in_vain_is_of_no_launch_of_this_pe_alone() -> None:
 
 
 def _plans_of_two_places() -> tuple[str, str]:
-    """The staging grows; then PE 0 launches with the plan from before, as a CUDA graph does, PE 1 with its new one."""
+    """The staging grows. PE 0 launches with its earlier plan, as a CUDA graph does, PE 1 with its new plan."""
     po.init("host", heap_size=32 << 20)
     tables = [torch.zeros(4, 4)]
     optimizer = po.EmbeddingOptimizer(tables)

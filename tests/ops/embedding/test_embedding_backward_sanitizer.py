@@ -1,4 +1,4 @@
-"""The backward pass of embedding_all_to_all under ThreadSanitizer: silent, and loud without parts of its protocol."""
+"""The backward pass of embedding_all_to_all under ThreadSanitizer: no error, but one for each mutation."""
 
 from __future__ import annotations
 
@@ -332,19 +332,19 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 PLAIN = "--pes=2 --wgs=3 --threads=2"
-PIECES = f"{PLAIN} --slice=1 --batch=40"  # of one sample, so that many are on their way when the first one is there
+PIECES = f"{PLAIN} --slice=1 --batch=40"  # of one sample, so that many are on their way when the first one arrives
 AHEAD = "--pes=3 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=500"
 SEVERAL_RANGES = "--pes=2 --rows=1 --batch=50 --threads=3"
 CHUNKS = "--pes=2 --rows=1 --batch=200 --threads=3 --epochs=4"
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
-# Nobody needs the table; the next launch has another PE's rows at its place.
+# Nobody needs the table. The next launch has another PE's rows in its place.
 ALTERNATING = (
     "--pes=3 --alternate=1 --tables=1 --idle-table=0 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=300"
 )
 ALTERNATING_STAGED = "--pes=3 --alternate=1 --idle-table=0 --staged=1 --delay-us=500 --epochs=12"
 OTHER_CONTRACT = "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6"
 OTHER_CALL = f"{OTHER_CONTRACT} --other-call=1"
-# A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
+# A PE stays away from a launch. The others give up, and run launches after it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
 CREDIT_AHEAD = f"{TROUBLE} --credit-ahead=1"
 ABSENT_WITHOUT_SAMPLES = f"{TROUBLE} --empty-pe=1"
@@ -373,7 +373,7 @@ CASES = {
     "another_call_staged": f"{OTHER_CALL} --staged=1 --delay-us=100",
 }
 
-# With gradients of bfloat16, on the wire and in the staging.
+# With gradients of bfloat16, in transit and in the staging memory.
 NARROW = ("alone", "plain", "rows_of_chunks", "a_pe_without_samples", "staged", "alternating_staged", "some_are_near")
 
 MUTATIONS = {

@@ -1,4 +1,4 @@
-"""Calls of `embedding_all_to_all` that are like an earlier one, whose plan's key is found by what was passed."""
+"""Repeated calls of `embedding_all_to_all` with equal arguments, for which the plan's key is found quickly."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _NothingElse(TorchDispatchMode):
 
 
 def _made_keys() -> list[str]:
-    """Return what was wrong, with results and with the keys that were made; a world of one."""
+    """Return what was wrong with results and with the number of keys; a world of one."""
     tables, problems = _tables(), []
 
     def call(what: str, is_new: bool, weights: Any = tables, first: int = 0, per_bag: int = 1, **options: Any) -> None:
@@ -88,7 +88,7 @@ def _made_keys() -> list[str]:
     call("another list of them", False, batch_per_rank=[BATCH])
     call("a result that is given", False, out=po.empty(BATCH, 2 * WIDTH))
     with _NothingElse():
-        call("a mode that looks on", True)  # which the operator's schema gives all that the caller left out
+        call("a mode that looks on", True)  # which gets all arguments of the schema, including omitted ones
     call("tables in other objects", False, weights=[table.view(ROWS, WIDTH) for table in tables])
     tables[1].mul_(2)
     twice = [tables[0], tables[0]]
@@ -113,7 +113,7 @@ def test_calls_that_are_alike_have_one_key(backend: str) -> None:
 
 
 def _gradients() -> list[str]:
-    """Ask for gradients of tables that calls had none of, and no longer; a world of one."""
+    """Ask for gradients of tables, after calls without gradients and before others; a world of one."""
     tables, lookups, problems = _tables(), _lookups(1), []
 
     def call(what: str, requires_grad: bool) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_gradients_are_recorded_for_tables_of_earlier_calls(backend: str) -> Non
 
 
 def _changing_lists() -> list[Any]:
-    """Change a list between two calls that are alike but for that; a world of two."""
+    """Change a list between two calls that are equal otherwise; a world of two."""
     tables, lookups, batches = _tables(), _lookups(0), [4, 2]
     shapes = []
     for change in (0, 0, 1, 0, -2):
@@ -164,7 +164,7 @@ def test_a_list_that_changes_is_another(backend: str) -> None:
     assert in_world(_changing_lists, 2, backend) == [[0] * 5] * 2
 
 
-# Another thread's call, which is refused, comes before the first one of the thread that calls operators.
+# Another thread's call, which is refused, comes before the first call of the operators' thread.
 REFUSED_ELSEWHERE = """
 import threading, torch
 import persistent_ops as po

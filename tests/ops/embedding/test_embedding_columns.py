@@ -1,4 +1,4 @@
-"""Where a caller of embedding_all_to_all wants its columns: what is refused, what PEs must agree on, gradients."""
+"""Columns that a caller of embedding_all_to_all chooses: refused ones, agreement between PEs, gradients."""
 
 from __future__ import annotations
 

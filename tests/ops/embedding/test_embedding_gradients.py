@@ -22,7 +22,7 @@ from persistent_ops.ops.embedding.gradients import DenseGradients, dense_gradien
 
 
 class _Dense:
-    """Calls on samples that are all this PE's own: each PE has those of a world of one, at another iteration."""
+    """Calls on samples that are all this PE's own: each PE makes a one-PE world's calls, at another iteration."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -54,7 +54,7 @@ class _Dense:
 
 
 class _DenseTrial(Trial):
-    """Sums of all rows, in memory that is allocated and in memory that is given."""
+    """Sums of all rows, in newly allocated memory and in memory that the caller passes."""
 
     def __init__(self, case: Case) -> None:
         OPERATOR.tune(po.runtime.world.current(), case.tuning)
@@ -108,7 +108,7 @@ def _case(name: str) -> Case:
 
 
 def _dense_replays() -> list[str]:
-    """A graph whose buffers have other lookups at every replay, on one PE more often than on the others."""
+    """A graph whose buffers have other lookups at every replay. A higher rank replays more often."""
     calls = _Dense(_case("adam, weighted, decay"))
     given = [calls.arguments(iteration) for iteration in range(5)]
     most = max(len(indices) for _, _, indices, _, _ in given)
@@ -175,7 +175,7 @@ def test_what_sums_of_all_rows_refuse(backend: str) -> None:
         assert seen[name][0] == error and text in seen[name][1], f"{name}: {seen[name]}"
 
 
-# ---- of the rows that lookups have -----------------------------------------------------------------------------------
+# ---- of the looked-up rows -------------------------------------------------------------------------------------------
 
 
 def _leaves(case: Case) -> list[torch.Tensor]:
@@ -213,7 +213,7 @@ def _pool(case: Case, tables: Sequence[torch.Tensor], iteration: int, **options:
 
 
 class _SparseTrial(Trial):
-    """Sparse gradients of tables, and those of per-sample weights."""
+    """Sparse gradients of tables, and gradients of per-sample weights."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -245,7 +245,7 @@ class _SparseTrial(Trial):
         OPERATOR.tune(po.runtime.world.current(), None)
 
 
-# How tables would be updated does not matter here.
+# How tables would be updated is irrelevant here.
 _SPARSE = [
     *{(case.shape, case.bad, case.drawn, case.tuning): dataclasses.replace(case, scale=1.0) for case in CASES}.values()
 ]
@@ -272,9 +272,9 @@ _OPTIMIZERS = {"SGD": torch.optim.SGD, "SparseAdam": torch.optim.SparseAdam, "Ad
 
 
 def _against_torch(name: str, is_whole: bool) -> list[float]:
-    """Six steps of an optimizer of torch's, beside one process with sparse embedding_bag; return the differences.
+    """Six steps of a torch optimizer, also in one process with sparse embedding_bag; return the differences.
 
-    The first table is of two features.
+    The first table has two features.
     """
     rank, world = po.rank(), po.world_size()
     shape = Shape("sparse, torch", dims=lambda rank: (8, 8), batch=lambda world: 14)
@@ -323,7 +323,7 @@ _WEIGHTED = Case("which gradients", Shape("which", is_weighted=True, batch=lambd
 
 
 def _chosen() -> dict[str, Any]:
-    """A table that requires none, PEs where none does, a pass that comes twice, and torch.autograd.grad."""
+    """A table without a gradient, PEs without any gradient, two passes of one graph, and torch.autograd.grad."""
     tables = _leaves(_WEIGHTED)
     wanted = Model(_WEIGHTED, po.rank(), po.world_size()).gradients(0, 0)
     own = _own_part(_WEIGHTED, 0)
@@ -365,7 +365,7 @@ def test_which_tensors_get_gradients(backend: str) -> None:
 
 
 def _passes_again(is_exchanged: bool) -> list[Any]:
-    """Two backward passes of one forward pass, with another one's between them; and one more, whose graph is gone."""
+    """Two backward passes of one forward pass, with another one's pass between them; then one whose graph is freed."""
     rank, world = po.rank(), po.world_size()
     samples = [3 + pe for pe in range(world)]
     tables = [torch.randn(7, 4, device=po.device()).requires_grad_() for _ in range(2)]
@@ -399,14 +399,14 @@ def _passes_again(is_exchanged: bool) -> list[Any]:
 
 @pytest.mark.parametrize("is_exchanged", [False, True])
 def test_a_second_backward_pass_is_as_in_torch(backend: str, is_exchanged: bool) -> None:
-    """It changes nothing, so it is allowed where the graph is kept."""
+    """It changes nothing, so it is allowed while the graph is kept."""
     for problem, has_values, (name, text) in in_world(_passes_again, 2, backend, is_exchanged):
         assert problem is None and has_values
         assert name == "RuntimeError" and "retain_graph=True" in text, text
 
 
 def _accumulated() -> list[list[list[float]]]:
-    """Of two tables, whose rows' first columns are returned; the first pass looks nothing up in the first of them."""
+    """Return the first columns of the gradients of two tables. The first pass has no lookups in the first table."""
     device, size = po.device(), po.world_size()
     tables = [torch.nn.Parameter(torch.zeros(5, 2, device=device)) for _ in range(2)]
     for rows, scale, negates in (([], 1.0, False), ([1, 3], 2.0, False), ([1], 4.0, True)):
@@ -422,7 +422,7 @@ def _accumulated() -> list[list[list[float]]]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_accumulated(backend: str, world: int) -> None:
-    """Onto those of tables without a lookup too; what torch has put off to negate or to fill is what it says."""
+    """Also onto gradients of tables without lookups. Values that torch negates or fills lazily are respected."""
     want = [[0.0, 6.0 * world, 0.0, 2.0 * world, 0.0], [0.0, 0.0, 7.0 * world, 0.0, 0.0]]
     assert in_world(_accumulated, world, backend) == [want] * world
 

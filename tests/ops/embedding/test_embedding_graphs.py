@@ -1,4 +1,4 @@
-"""embedding_all_to_all in CUDA graphs (graphs.py), and indices that are bad where a capture begins."""
+"""embedding_all_to_all in CUDA graphs (graphs.py), and bad indices before a capture begins."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _bad_index_before_a_capture() -> list[str]:
     for turn in range(3):
         indices[0] = 10**6
         call()
-        torch.cuda.synchronize()  # the kernel has reported it, and nobody has asked
+        torch.cuda.synchronize()  # the kernel has reported it, and the host has not read it
         told: list[str] = []
 
         def program(told: list[str] = told) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The input exchange: what arrives, in every world and however it is called; faults, graphs, misuse."""
+"""The input exchange: results in every world and for every way to call it; faults, graphs, misuse."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _exchange(
 
 
 class _Arrivals(Trial):
-    """A batch is read once it is here, and again when the next one is."""
+    """Read a batch when it has arrived, and again when the next batch has arrived."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -106,7 +106,7 @@ def _made(case: Case) -> po.EmbeddingInputs:
 
 
 class _Snapshot:
-    """An exchange whose lookups are copied, in stream order, and released at once."""
+    """An exchange whose lookups are copied in stream order and released at once."""
 
     def __init__(self, iteration: int, way: str) -> None:
         self._inputs, self._iteration, self._way = _made(_FAULTS), iteration, way
@@ -226,7 +226,7 @@ def _padded(inputs: po.EmbeddingInputs, pe: int, tensor: torch.Tensor, is_indice
 
 
 def _views(inputs: po.EmbeddingInputs, lookups: po.Lookups, pe: int, samples: int) -> list[torch.Tensor]:
-    """Return copies of what a PE has brought, made by kernels alone."""
+    """Return copies, made by kernels alone, of what a PE has sent."""
     layout, capacity = inputs._exchange.layout, inputs.capacity
     first = layout.region_offsets(po.rank(), capacity)[pe]
     room, num_offsets = capacity[pe][po.rank()], lookups.num_slots * samples + 1
@@ -262,7 +262,7 @@ class TestGraphs(GraphSuite):
 
 
 def _without_room_in_a_graph() -> list[Any]:
-    """PE 1 has 12 lookups for every PE, then 24, where PE 0 has room for 12 of them."""
+    """PE 1 sends 12 lookups to every PE, then 24. PE 0 has room for 12 of them."""
     inputs = po.EmbeddingInputs(
         [[(0, 40)]] * 3,
         num_features=2,
@@ -325,7 +325,7 @@ _BAD: dict[str, tuple[str, list[int], str]] = {
 
 
 def _bad_inputs() -> list[str]:
-    """PE 1 passes bad input: it is told, and the others get what is good of it."""
+    """PE 1 passes bad input. PE 1 gets an error, and the others get the valid part."""
     inputs = po.EmbeddingInputs(
         [[(1, 9), (0, 9)], [(0, 9)]], num_features=2, max_batch=3, capacity=[[16, 16], [16, 16]], bounds="fatal"
     )
@@ -359,7 +359,7 @@ def test_bad_input_is_told_and_harms_nobody(backend: str) -> None:
 
 
 def _garbage(way: str) -> list[str]:
-    """Any numbers for bounds: what arrives is of the values, and no region has anything of another one's."""
+    """Pass any numbers as bounds: what arrives is part of the values, and no region holds data of another region."""
     inputs = po.EmbeddingInputs(
         [[(0, 1 << 20), (1, 1 << 20)]] * 2,
         num_features=2,
@@ -422,7 +422,7 @@ def test_two_batches_are_held_and_no_more(backend: str) -> None:
 
 
 def _grown_while_held() -> list[Any]:
-    """Both batches need more room; the earlier one stays readable where it is."""
+    """Both batches need more room. The earlier batch stays readable at its address."""
     case = dataclasses.replace(CASES[0], name="grown", lookups_per_sample=0.2, batch=lambda rank, iteration: 9)
     inputs = make(case)
     before = inputs.capacity
@@ -452,7 +452,7 @@ def _more_than_a_message_takes() -> list[Any]:
     inputs = make(case)
     before = inputs.capacity
     with pytest.MonkeyPatch.context() as patch:
-        if po.rank() == 0:  # of all
+        if po.rank() == 0:  # of all PEs
             patch.setattr(embedding_lookups, "MOST_LOOKUPS", max(map(max, before)) + 1)
         po.barrier()
         lookups = _exchange(inputs, case, 0, "lengths")
@@ -466,7 +466,7 @@ def _more_than_a_message_takes() -> list[Any]:
 
 
 def test_more_lookups_than_a_message_takes_are_told_on_every_pe() -> None:
-    """The PEs are threads: one of them sets the limit of all."""
+    """The PEs are threads. One of them sets the limit for all."""
     results = po.launch(_in_a_host_world, 2, _more_than_a_message_takes, threads=True, timeout=100)
     assert results == [["CapacityError", True, None]] * 2
 
@@ -479,9 +479,9 @@ def _in_a_host_world(program: Any) -> Any:
 
 
 def _enlarged_too_far(lookups: int) -> list[Any]:
-    """Return what there is before an exchange that is refused, behind it, and whether one that fits comes through.
+    """Return the state before and after an exchange that is refused, and whether an exchange that fits arrives.
 
-    PE 0, to which all lookups go, has room for one region of that size, and not for two.
+    PE 0 gets all lookups. It has room for one region of that size, and not for two.
     """
     slots: list[list[tuple[int, int]]] = [[(0, 9)], *([[]] * (po.world_size() - 1))]
     made = po.EmbeddingInputs(slots, num_features=1, max_batch=1, lookups_per_sample=1.0)
@@ -501,8 +501,8 @@ def _enlarged_too_far(lookups: int) -> list[Any]:
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_a_refused_enlargement_leaves_all_regions_as_they_were(backend: str, options: dict[str, Any]) -> None:
-    """A message of 4 bytes a lookup, with a quarter more, comes from each of two PEs."""
-    lookups = (16 << 20) * 6 // 10 // 2 // 5  # of 6/10 of the heap, a region
+    """A message of 4 bytes per lookup, and a quarter more, comes from each of two PEs."""
+    lookups = (16 << 20) * 6 // 10 // 2 // 5  # a region takes 6/10 of the heap
     found = in_world(_enlarged_too_far, 2, backend, lookups, heap_size=16 << 20, **options)
     assert found == [["SymmetricHeapError", True, None, False, 1]] * 2
 
@@ -511,7 +511,7 @@ def test_a_refused_enlargement_leaves_all_regions_as_they_were(backend: str, opt
 
 
 def _one_after_the_other(is_beside: bool) -> list[Any]:
-    """Exchanges a batch ahead of the forward passes that would read it, whose PEs are late in turn."""
+    """Exchanges run one batch ahead of the forward passes that read them. Each PE is late in turn."""
     rank, world = po.rank(), po.world_size()
     case = Case("ahead")
     inputs = make(case)
@@ -536,7 +536,7 @@ def _one_after_the_other(is_beside: bool) -> list[Any]:
             lookups, following = following, send((step + 1) % NUM_ITERATIONS)
             if step % world == rank:
                 time.sleep(0.01)
-            if side is not None:  # on one PE the exchange begins first, on the next one the forward pass
+            if side is not None:  # on one PE the exchange begins first, on the next PE the forward pass
                 with torch.cuda.stream(side if (step + rank) % 2 else torch.cuda.current_stream()):
                     torch.cuda._sleep(3_000_000)
             with lookups:
@@ -556,9 +556,9 @@ def test_a_batch_ahead_of_the_forward_pass(backend: str, is_beside: bool) -> Non
 
 
 def _given_up_apart() -> list[Any]:
-    """An exchange that is given up leaves the world's other launches alone; po.check() tells, all recover."""
+    """An exchange that is given up does not affect the world's other launches. po.check() raises, all recover."""
     inputs, case = make(CASES[0]), CASES[0]
-    inputs.workspace.timeout = 1.0  # less than it takes to find PE 1 in another call
+    inputs.workspace.timeout = 1.0  # shorter than the time to find PE 1 in another call
     with _exchange(inputs, case, 0, "lengths"):
         pass
     told = ""
@@ -585,7 +585,7 @@ def test_a_failure_is_of_one_workspace(backend: str) -> None:
     assert second == ["PeerTimeoutError", True, "", None]
 
 
-# ---- how it is called ------------------------------------------------------------------------------------------------
+# ---- ways to call it -------------------------------------------------------------------------------------------------
 
 _MADE: dict[str, tuple[dict[str, Any], str]] = {
     "no capacity": ({"lookups_per_sample": None}, "lookups_per_sample, capacity"),

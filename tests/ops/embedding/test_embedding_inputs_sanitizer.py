@@ -1,4 +1,4 @@
-"""The input exchange under ThreadSanitizer: silent, and loud without parts of its protocol."""
+"""The input exchange under ThreadSanitizer: no error, but one for each mutation."""
 
 from __future__ import annotations
 
@@ -288,13 +288,13 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 PLAIN = "--pes=2 --wgs=3 --threads=2"
 LONE = "--pes=2 --wgs=3 --threads=1"
 AHEAD = "--pes=3 --wgs=2 --threads=2 --epochs=30 --slow-pe=1 --slow-us=500"
-# Regions are read until the launch but one behind begins, and no credit says sooner that they may be filled.
+# Regions are read until the second launch after this one, and no credit permits to fill them earlier.
 SLOW_READERS = "--pes=3 --wgs=2 --threads=2 --epochs=20 --read-us=1500 --slow-pe=2 --slow-us=1000"
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0 --epochs=12"
-# Puts take longer than a launch computes. PE 1 gets headers alone: it has them, and goes on, before its own are out.
+# Puts take longer than a launch. PE 1 gets headers alone: it has them, and continues, before its own puts are out.
 SLOW_NETWORK = "--pes=2 --staged=1 --bare-pe=1 --delay-us=20000"
 FULL = "--pes=3 --full=1 --wgs=2 --threads=2"
-# A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
+# A PE stays away from a launch. The others give up, and run launches after it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
 TROUBLE_STAGED = f"{TROUBLE} --staged=1 --delay-us=100"
 CASES = {
@@ -316,11 +316,11 @@ CASES = {
     "some_are_near": "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=5",
     "behind_an_aborted_launch": TROUBLE,
     "behind_an_aborted_launch_staged": TROUBLE_STAGED,
-    "absent_for_one_piece": f"{TROUBLE} --bare-pe=0",  # what PE 0 has for itself is a header
+    "absent_for_one_piece": f"{TROUBLE} --bare-pe=0",  # PE 0's own part is a header
     "another_contract": "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6",
 }
 
-# Who takes sums, or a header, before they are there may report what is not so, and wait for what never comes.
+# A PE that takes sums or a header too early may report a wrong error, and wait for data that never comes.
 _COUNTS = RACE | {Exit.WRONG_REPORT, Exit.WRONG_REMAINS, Exit.TIMED_OUT}
 _SOON = "--timeout-ms=5000"
 

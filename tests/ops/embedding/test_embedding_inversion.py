@@ -1,4 +1,4 @@
-"""The sort by row of an embedding batch: the bits of a stable sort, for any lookups; in turn, in graphs."""
+"""The sort by row of an embedding batch: the bits of a stable sort, for any lookups; repeatedly, and in graphs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Case:
 
     Attributes:
         rows: of each table.
-        same_as: by the number of a table, another one that has its keys.
+        same_as: table number -> number of another table with the same keys.
         batch: bags of a table.
         most: lookups of a bag.
-        indices: makes n of them for tables of some rows: "uniform", "skewed", "once", "bad", "zero".
-        offsets: how they are changed: "falling", "inside", "beyond", "extreme", "empty".
+        indices: generator of n indices for tables of some rows: "uniform", "skewed", "once", "bad", "zero".
+        offsets: how the offsets are changed: "falling", "inside", "beyond", "extreme", "empty".
         index_dtype, offset_dtype: of the lookups.
     """
 
@@ -252,11 +252,11 @@ def test_a_timeline(backend: str) -> None:
     assert in_world(_traced, 1, backend) == [[None] * 4 + [3]]
 
 
-# ---- launches in turn ------------------------------------------------------------------------------------------------
+# ---- consecutive launches --------------------------------------------------------------------------------------------
 
 
 def _in_turn() -> list[str]:
-    """Launch without looking in between, large and small, beside an operator that uses the same words."""
+    """Launch without a host check in between, large and small, beside an operator that uses the same words."""
     world = po.runtime.world.current()
     OPERATOR.tune(world, Tuning(work_groups=4, threads=64, items=2))
     trials = [_Trial(case) for case in CASES]
@@ -280,7 +280,7 @@ def test_launches_in_turn(backend: str) -> None:
 
 
 def _beside_peers() -> list[str | None]:
-    """Each PE launches for itself, as often as it likes, also behind a recovery."""
+    """Each PE launches alone, any number of times, also after a recovery."""
     trials = [_Trial(CASES[po.rank() + 3 * number]) for number in range(3)]
     found = [trial.problem(iteration) for iteration in range(2 + po.rank()) for trial in trials]
     po.barrier()
@@ -299,7 +299,7 @@ def _captured() -> list[str | None]:
     trial, other = _Trial(case), _Trial(CASES[0])
     turns = [case.lookups(turn) for turn in range(7)]
     most = max(indices.numel() for indices, _ in turns)
-    indices = torch.zeros(most, dtype=torch.int64, device=po.device())  # what is behind the last offset has no bag
+    indices = torch.zeros(most, dtype=torch.int64, device=po.device())  # what is after the last offset has no bag
     offsets = torch.zeros(2 * 30 + 1, dtype=torch.int64, device=po.device())
     trial.run((indices, offsets))
     other.run(CASES[0].lookups(0))

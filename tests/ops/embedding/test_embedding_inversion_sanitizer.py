@@ -1,4 +1,4 @@
-"""The sort by row of an embedding batch under ThreadSanitizer: silent, and loud without parts of its protocol."""
+"""The sort by row of an embedding batch under ThreadSanitizer: no error, but one for each mutation."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 """
 
 PLAIN = "--wgs=3 --threads=2 --epochs=12"
-# Bags so many that nobody goes through their ends, and ends that fall, take a way of their own.
+# Bags too many to go through their ends, and ends that fall, use a separate path.
 EMPTY = "--wgs=2 --threads=3 --batch=60 --empty=9"
 ABORTED = "--wgs=3 --threads=2 --aborted-at=2 --epochs=5"
 CASES = {

@@ -1,4 +1,4 @@
-"""Forward and backward pass of lookups where an input exchange has left them: bits, order of calls, errors."""
+"""Forward and backward pass of lookups from an input exchange: bits, order of calls, errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from worlds import error_of, in_world
 import persistent_ops as po
 from persistent_ops.ops.embedding.backward_plan import OPERATOR
 
-# ---- what they must give ---------------------------------------------------------------------------------------------
+# ---- expected results ------------------------------------------------------------------------------------------------
 
 
 def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Inputs) -> torch.Tensor:
@@ -56,7 +56,7 @@ def _pool_global_batch(case: Case, tables: Sequence[torch.Tensor], inputs: Input
 def _of_weights(
     case: Case, iteration: int, weights: torch.Tensor | None, of_owners: Mapping[int, torch.Tensor | None]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradient of this PE's weights and what it must be, if there are weights."""
+    """Return the gradient of this PE's weights and the expected gradient, if there are weights."""
     wanted = of_own_samples(case, iteration, lambda owner: of_owners.get(owner))
     if weights is None or weights.grad is None or wanted is None:
         assert not case.shape.is_weighted
@@ -65,7 +65,7 @@ def _of_weights(
 
 
 class _Steps(Trial):
-    """A training; the next batch arrives between the forward and the backward pass of one."""
+    """A training. The next batch arrives between the forward and the backward pass of a batch."""
 
     held: ClassVar[Sequence[int]] = ()
 
@@ -77,7 +77,7 @@ class _Steps(Trial):
         self._begin()
 
     def _begin(self) -> None:
-        """Make the tables of this PE, and the models of all PEs' tables where their lookups' weights have gradients."""
+        """Make this PE's tables, and the models of all PEs' tables if the weights of lookups have gradients."""
         case, rank, world = self._case, po.rank(), po.world_size()
         tables = [table.to(po.device(), copy=True) for table in make_inputs(case, rank, world, 0).tables]
         self._tables = [tables[0]] * 2 if case.shape.same_table else tables
@@ -175,7 +175,7 @@ class TestBits(BitsSuite):
 
 
 class _Sparse(_Steps):
-    """The same without an optimizer: tables stay, and get sparse gradients."""
+    """The same without an optimizer: tables stay unchanged and get sparse gradients."""
 
     def _begin(self) -> None:
         super()._begin()
@@ -243,7 +243,7 @@ def _tables_of(case: Case) -> list[torch.Tensor]:
 
 
 def _of_no_room() -> list[str]:
-    """A batch that finds no room arrives, in regions that are larger, while another one is between its two passes."""
+    """A batch that does not fit arrives in larger regions, while another batch is between its two passes."""
     case, rank, world = _PLAIN, po.rank(), po.world_size()
     inputs = make_exchange(case, lookups_per_sample=0.5)
     tables = _tables_of(case)
@@ -274,7 +274,7 @@ def test_more_room_between_the_passes_of_a_batch(backend: str, world: int) -> No
 
 
 def _out_of_order() -> list[Any]:
-    """Lookups that are not here, or no longer, are refused; nothing is launched, and the next calls are right."""
+    """Lookups that have not arrived or are released are refused. Nothing is launched. The next calls are right."""
     case, rank, world = _PLAIN, po.rank(), po.world_size()
     inputs, tables = make_exchange(case), _tables_of(case)
     optimizer = po.EmbeddingOptimizer(tables, lr=0.1)
@@ -317,7 +317,7 @@ def test_lookups_that_are_not_here(backend: str, world: int) -> None:
 
 
 def _graph_call(case: Case, way: str) -> Call:
-    """The exchange and a forward pass of what it brings; buffers are larger than the lookups."""
+    """The exchange, and a forward pass of its lookups. Buffers are larger than the lookups."""
     rank, world = po.rank(), po.world_size()
     inputs, tables = make_exchange(case, bounds="ignore"), _tables_of(case)
     split, dims = split_of(case.shape, world), columns_of(case, world)
@@ -339,7 +339,7 @@ def _graph_call(case: Case, way: str) -> Call:
 
 
 class TestGraphs(GraphSuite):
-    operator = "embedding_inputs"  # the first one of a call
+    operator = "embedding_inputs"  # the first operator of a call
     cases = tuple(
         Case(f"graphs of {shape.name}", shape)
         for shape in (

@@ -1,4 +1,4 @@
-"""Calls of embedding_all_to_all that autograd records: what is refused by name, and what is taken."""
+"""Calls of embedding_all_to_all that autograd records: what is refused, with its name, and what is accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _lookups() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _tables(way: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return a table and how it is trained; with an optimizer its gradient is what the table loses."""
+    """Return a table and how it is trained. With an optimizer, its gradient is the decrease of the table."""
     generator = torch.Generator().manual_seed(3)
     table = torch.randn(_ROWS, _COLUMNS, generator=generator)
     if way == "optimizer":
@@ -62,7 +62,7 @@ def _refused(call: Callable[[str], None], way: str) -> tuple[str, str]:
 @pytest.mark.parametrize("way", _WAYS)
 def test_what_has_no_backward_pass_says_so(way: str, call: Callable[[str], None]) -> None:
     ((kind, text),) = in_world(_refused, 1, "host", call, way)
-    if call is _fake and way == "sparse":  # the dispatcher sees the call
+    if call is _fake and way == "sparse":  # the dispatcher checks the call
         assert kind == "NotImplementedError" and text.startswith("embedding_all_to_all has a backward pass as a plain")
     else:
         found = "a FakeTensor" if call is _fake else "a tensor without memory"
@@ -125,7 +125,7 @@ def test_what_it_has_on_the_device_is_changed_by_operators() -> None:
 
 
 def _steps(writes: str) -> list[torch.Tensor]:
-    """Train with Adam, from the fifth step on with states that are taken over; return the table and states."""
+    """Train with Adam, with states taken over from the fifth step on; return the table and states."""
     (table,), _ = _tables("optimizer")
     optimizer = po.EmbeddingOptimizer([table], "adam", lr=0.1)
 
@@ -160,7 +160,7 @@ def test_a_number_of_steps_goes_on_with_the_same_bits(writes: str) -> None:
 
 
 def _bad_batches() -> list[str]:
-    """Send batches with a bad index, each in a context of its own, and then good ones."""
+    """Send batches with a bad index, each in another context, and then good ones."""
     inputs = po.EmbeddingInputs([[(0, 10)]] * po.world_size(), num_features=1, max_batch=2, lookups_per_sample=1)
     seen = []
     for index in (99, 99, 99, 1, 1):
@@ -173,7 +173,7 @@ def _bad_batches() -> list[str]:
 
 
 def _as_before() -> list[bool]:
-    """Call with what torch takes too: rates in tensors, frozen twins, a gradient that is a parameter."""
+    """Call with other forms that torch accepts: rates in tensors, frozen copies, a gradient that is a parameter."""
     frozen = torch.ones(4, 2)
     factors = torch.ones(8, requires_grad=True)
     indices, offsets = torch.arange(8) % 4, torch.arange(9)
@@ -212,7 +212,7 @@ def _copied(way: Callable[[object], object]) -> tuple[str, str]:
 
 
 def _changed_tables() -> list[str]:
-    """Make two forward passes, and the second one's backward pass first, which updates the tables of PE 0 alone."""
+    """Make two forward passes. The second one's backward pass comes first, and updates the tables of PE 0 alone."""
     tables = [torch.ones(9, 2)] if po.rank() == 0 else []
     optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=0.5)
     inputs = po.EmbeddingInputs([[(0, 9)], []], num_features=1, max_batch=1, lookups_per_sample=1, is_weighted=True)
@@ -229,7 +229,7 @@ def _changed_tables() -> list[str]:
     name, text, *_ = error_of(lambda: passes[0][0].sum().backward())
     for _, lookups in passes:
         lookups.release()
-    po.barrier()  # the world is as it was
+    po.barrier()  # the world is unchanged
     po.check()
     return [name, text]
 
@@ -239,11 +239,11 @@ def test_pes_without_tables_know_that_tables_have_changed() -> None:
         assert name == "RuntimeError" and "the tables have changed since the forward pass" in text
 
 
-# ---- what the caller writes between the passes -----------------------------------------------------------------------
+# ---- what the caller changes between the passes ----------------------------------------------------------------------
 
 
 def _between(way: str, name: str) -> list[torch.Tensor]:
-    """Return the gradient where a list of the call stays, and where it is filled anew ahead of the backward pass."""
+    """Return the gradient for an unchanged list of the call, and for a list changed before the backward pass."""
     given = {"batch_per_rank": [3, 1], "dim_per_rank": [2, 2], "columns": [2, 0]}
     found = []
     for is_filled in (False, True):

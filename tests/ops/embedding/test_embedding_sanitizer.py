@@ -1,11 +1,10 @@
 """The flag protocol, and embedding_all_to_all, under ThreadSanitizer.
 
-All PEs of a world run as threads of one program (tests/host_driver), so whatever one PE reads before the other's
-release and its own acquire have ordered it is a data race that the sanitizer sees, also where the values happen to be
-right.
+All PEs of a world are threads of one program (tests/host_driver). If a PE reads data before the other PE's release and
+its own acquire have ordered the access, the sanitizer reports a data race, even if the values happen to be right.
 
-Not covered, because it has no effect on the host: what orders a GPU's memory with its network (`fence_acq_rel_sys`
-before a put, `put_acquire` after a wait), and whatever a lane of a warp leaves to another one.
+Not covered, because it has no effect on the host: the order between a GPU's memory and its network
+(`fence_acq_rel_sys` before a put, `put_acquire` after a wait), and data that a lane of a warp leaves to another lane.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ TRANSPORTS = {
     "mixed": "--transport=mixed --delay-us=300",
 }
 RANGES = "--tables=2,1,3 --batch=5,7,4 --columns=in-turn --wgs=2 --threads=2 --transport=staged --delay-us=300"
-# PE 0 stores to more PEs than a thread remembers the credit of; one of them comes late.
+# PE 0 stores to more PEs than the number of credits that a thread remembers. One of the PEs comes late.
 MANY = f"--tables=1{',0' * 33} --batch=0,1{',0' * 31},1 --slow-pes=33 --slow-us=20000"
 SPECIAL = {
     "credits_that_are_not_remembered": MANY,
@@ -58,22 +57,22 @@ SPECIAL = {
 }
 
 STOPPED = "--tables=2,1 --batch=4,3 --stop-pe=1 --trouble-at=1 --epochs=4 --timeout-ms=1500 --wgs=2 --threads=2"
-# PE 1 gives up on PE 0, and PE 2 hears of it long before it would give up itself.
+# PE 1 gives up on PE 0. PE 2 learns of it long before it would give up itself.
 REPORTED = (
     "--tables=2,1,2 --batch=4,3,5 --stop-pe=0 --trouble-at=1 --epochs=3 --timeout-ms=1500 --threads=2 --patient-pe=2 "
     "--expect-reported=2"
 )
 # PE 1 begins when PE 0 has given up on it. PE 0's credit is there, so only a sliceRdy word that never comes makes PE 1
-# look at the abort words.
+# check the abort words.
 LATE = (
     "--tables=2,1 --batch=4,3 --late-pe=1 --trouble-at=1 --epochs=3 --timeout-ms=1500 --wgs=2 --threads=2 "
     "--expect-reported=1"
 )
 MISMATCH = "--tables=2,1,2 --batch=4,3,5 --other-pe=1 --trouble-at=1 --epochs=4"
-# PE 0 is still at work when PE 1, which gets nothing from it, has given up and gone on.
+# PE 0 still works when PE 1, which gets nothing from it, has given up and continued.
 QUEUED = "--tables=2,0 --batch=4,0 --other-pe=1 --trouble-at=1 --epochs=4 --heavy-pe=0 --queued=2"
-# PE 3 and PE 4 do not match. PE 0, which waits for PE 1, is told; PE 1 comes when PE 0 has left, waits for PE 2, which
-# comes when PE 1 has left, and looks at what PE 0 says first.
+# PE 3 and PE 4 do not match. PE 0 waits for PE 1 and gets the report. PE 1 comes when PE 0 has left. It waits for PE 2
+# and reads PE 0's report first. PE 2 comes when PE 1 has left.
 PASSED_ON = "--tables=1,1,1,1,1 --batch=2,2,2,2,2 --other-pe=4 --trouble-at=1 --epochs=2 --in-turn=0,1,2"
 TROUBLES = {
     "stopped_pe": STOPPED,
@@ -217,7 +216,7 @@ MUTATIONS = {
     "report_passed_on_in_ones_own_place": Mutation(
         (Swap("abort-place", "static_cast<int>(index)", "team.rank"),), PASSED_ON, {Exit.WRONG_REPORT}
     ),
-    # Whoever is done first says it: the peer that the credit misleads, or who looks at what was granted.
+    # The first PE to notice reports it: the peer that the credit misleads, or the PE that checks the granted credit.
     "credit_behind_an_aborted_launch": Mutation(
         (Drop("grant-takes-part"),), QUEUED, {Exit.WRONG_REPORT, Exit.TOOK_PART}
     ),

@@ -1,4 +1,4 @@
-"""Gradients of lookups' weights on their way back: bits where features go to several slots, graphs, faults, misuse."""
+"""Gradients of lookups' weights on their way back: bits with features in several slots, graphs, faults, misuse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import persistent_ops as po
 from persistent_ops.ops.embedding.lookups import fields_of_source
 from persistent_ops.ops.embedding.weight_gradients import OPERATOR, Tuning, return_gradients
 
-_WIDTH = 4  # a chunk of 16 bytes: its products are added up in turn
+_WIDTH = 4  # a chunk of 16 bytes: its products are added up in order
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,20 @@ class Case:
     """Slots that are spread over the PEs, and lookups.
 
     Attributes:
-        slots: (feature, rows) of each; number n is of PE `5 * n % P`, so PEs have them in another order in each world.
-        features: that lookups have.
+        slots: (feature, rows) of each; slot n belongs to PE `5 * n % P`, so the order differs between worlds.
+        features: number of features in the lookups.
         batch: samples of a PE in an iteration.
         max_length: of a bag.
-        bad: a share of the lookups that is outside of the tables, one in so many; 0: none.
-        outside: values before the first bag, and as many behind the last one.
+        bad: one in `bad` lookups is outside of the tables; 0: none.
+        outside: number of values before the first bag, and after the last bag.
         lookups_per_sample: of each feature.
-        owner: of all slots; None: see `slots`.
+        owner: of all slots; None: as described at `slots`.
         dtype: of values.
     """
 
     name: str
     slots: tuple[tuple[int, int], ...] = ((0, 9), (1, 7), (0, 20), (2, 5), (0, 9), (1, 30), (0, 11))
-    features: int = 4  # the last one is for nobody
+    features: int = 4  # the last one has no slot
     batch: tuple[int, ...] = (5, 3, 0, 7, 4)
     max_length: int = 4
     bad: int = 0
@@ -82,14 +82,14 @@ def _generator(*what: object) -> torch.Generator:
 
 
 def _table(case: Case, number: int) -> torch.Tensor:
-    """Return a slot's table. Magnitudes differ, so that sums show their order."""
+    """Return a slot's table. Magnitudes differ, so that sums depend on their order."""
     rows = torch.randn(case.slots[number][1], _WIDTH, generator=_generator(case.name, "table", number))
     return rows * 10.0 ** (number % 3)
 
 
 @dataclass(frozen=True)
 class Given:
-    """A PE's lookups, and the gradients of what each slot makes of them, `[B, columns]`."""
+    """A PE's lookups, and the gradients of each slot's result, `[B, columns]`."""
 
     values: torch.Tensor
     lengths: torch.Tensor
@@ -107,7 +107,7 @@ def _given(case: Case, rank: int, iteration: int) -> Given:
     limits = torch.tensor(rows).repeat_interleave(samples).repeat_interleave(lengths)
     values = torch.randint(0, 1 << 40, limits.shape, generator=rng) % limits
     if case.bad:
-        outside = torch.tensor([-1, 1 << 20, 10])  # the last one is a row of some tables, and none of others
+        outside = torch.tensor([-1, 1 << 20, 10])  # the last one is a row of some tables only
         values[:: case.bad] = outside[torch.arange(len(values[:: case.bad])) % 3]
     around = torch.zeros(case.outside, dtype=torch.int64)
     values = torch.cat([around, values, around])
@@ -119,7 +119,7 @@ def _given(case: Case, rank: int, iteration: int) -> Given:
 
 @functools.lru_cache(maxsize=256)
 def _wanted(case: Case, rank: int, iteration: int) -> torch.Tensor:
-    """Return the gradient of a PE's weights: of each slot the columns in turn, slot by slot in their order."""
+    """Return the gradient of a PE's weights: for each slot in order, its columns in order."""
     given, samples = _given(case, rank, iteration), case.samples(rank, iteration)
     result, is_new = torch.zeros(len(given.values)), torch.ones(len(given.values), dtype=torch.bool)
     for number, (feature, rows) in enumerate(case.slots):
@@ -179,7 +179,7 @@ _CASES = [
 
 
 class _Model:
-    """This PE's tables of a case, with an optimizer that leaves them as they are."""
+    """This PE's tables of a case, with an optimizer that does not change them."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._inputs = case, case.make()
@@ -193,12 +193,12 @@ class _Model:
         return po.embedding_all_to_all(self.tables, lookups, dim_per_rank=_dims(self._case), optimizer=self.optimizer)
 
     def gradient(self, iteration: int = 0) -> torch.Tensor:
-        """Return that of `pooled`."""
+        """Return the gradient of `pooled`'s result."""
         return _gradient(self._case, _given(self._case, po.rank(), iteration))
 
 
 class _Returns(Trial):
-    """Both passes; the next batch has arrived before the gradients of this one travel."""
+    """Both passes. The next batch has arrived before the gradients of this batch are sent."""
 
     held: ClassVar[Sequence[int]] = ()
 
@@ -247,7 +247,7 @@ class TestBits(BitsSuite):
 
 
 class TestGraphs(GraphSuite):
-    operator = "embedding_inputs"  # the first one of a call
+    operator = "embedding_inputs"  # the first operator of a call
     cases = (
         Case("graphs", batch=(5, 2, 8)),
         Case("graphs: skipped lookups", batch=(5, 2, 8), bad=3),
@@ -259,7 +259,7 @@ class TestGraphs(GraphSuite):
 
     @classmethod
     def call(cls, case: Case, way: str) -> Call:
-        """Lookups of every turn are those of the first one; weights and the gradient of the result differ."""
+        """All turns have the first turn's lookups. Weights and the gradient of the result differ."""
         rank, inputs, tables = po.rank(), case.make(), _tables(case)
         optimizer, given = po.EmbeddingOptimizer(tables, lr=0.0), _given(case, rank, 0)
         split = [case.samples(pe, 0) for pe in range(po.world_size())]
@@ -287,7 +287,7 @@ class TestGraphs(GraphSuite):
 
 
 def _without_room_in_a_graph() -> list[Any]:
-    """In a replay PE 1 has more lookups than PE 0 has room for: these have no gradient, the others have theirs."""
+    """In a replay PE 1 has more lookups than PE 0 has room for. The excess lookups get no gradient, the others do."""
     rank, world = po.rank(), po.world_size()
     inputs = po.EmbeddingInputs(
         [[(0, 40)], [(1, 40)], []],
@@ -330,7 +330,7 @@ def test_lookups_that_find_no_room_in_a_graph_have_no_gradient(backend: str) -> 
 
 
 def _exchanged_outside_of_the_graph() -> list[Any]:
-    """A graph would add up by where one batch's lookups are; nothing is launched, and the eager pass is right."""
+    """A graph would use the addresses of one batch's lookups. Nothing is launched, and the eager pass is right."""
     model = _Model(_PLAIN)
     lookups, weights = model.exchange()
     with lookups:
@@ -358,27 +358,27 @@ _OTHER = Case("another one", batch=(4, 6, 5))
 
 
 class _Arrived:
-    """Lookups that have arrived in this PE's world, whose weights get gradients over and over."""
+    """Lookups that have arrived in this PE's world. Their weights get gradients repeatedly."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._inputs = case, case.make()
         lookups, weights = _exchange(self._inputs, case, 0)
         lookups.wait()
         self._lookups, self._num_values = lookups, len(weights)
-        # Read here: behind a recovery lookups tell no host any more.
+        # Read here, as the host cannot read the lookups after a recovery.
         self._sources = [lookups.source(pe) for pe in range(po.world_size())]
         self._first_lookups = lookups.sources[:, fields_of_source()["first_lookup"]].tolist()
 
     @classmethod
     def of(cls, case: Case) -> _Arrived:
-        """Return those of this PE's world; collective the first time."""
+        """Return the lookups of this PE's world; collective the first time."""
         known = _of_worlds.setdefault(po.runtime.world.current(), {})
         if case.name not in known:
             known[case.name] = cls(case)
         return known[case.name]
 
     def work(self, iteration: int) -> Work:
-        """Let go what depends on the owner, the slot and the index; whole numbers, of which sums are exact."""
+        """Send products that depend on the owner, the slot and the index. They are whole numbers, so sums are exact."""
         lookups, case, rank, world = self._lookups, self._case, po.rank(), po.world_size()
         products = torch.zeros(lookups.memory.numel() // 4)
         for source, at in zip(self._sources, self._first_lookups, strict=True):
@@ -431,12 +431,12 @@ class TestFaults(ProtocolSuite):
         return _Arrived.of(_FAULTS).work(0).run()
 
     def test_the_first_call_meets_something_else(self, backend: str) -> None:
-        """Where room is set aside; the lookups have arrived before."""
+        """The fault is where memory is set aside. The lookups have arrived before."""
         assert in_world(_first_return, 3, backend) == [["ContractMismatchError", True, True, True]] * 3
 
 
 def _first_return() -> list[Any]:
-    """PE 1 meets the others' first return with a barrier; then all make one."""
+    """PE 1 calls a barrier while the others first return gradients. Then all PEs return gradients."""
     work = _Arrived.of(_FAULTS).work(1)
     name, text, seconds = error_of(lambda: [po.barrier() if po.rank() == 1 else work.run(), po.check()])
     po.recover()

@@ -1,4 +1,4 @@
-"""Gradients of lookups' weights on their way back, under ThreadSanitizer: silent, and loud without parts of it."""
+"""Gradients of lookups' weights on their way back, under ThreadSanitizer: no error, but one for each mutation."""
 
 from __future__ import annotations
 
@@ -199,10 +199,10 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 PLAIN = "--pes=2 --wgs=3 --threads=2"
 AHEAD = "--pes=3 --wgs=2 --threads=2 --length=40 --epochs=30 --slow-pe=1 --slow-us=500"
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0 --epochs=12"
-# The next launch fills for another PE what the network may still read for one.
+# The next launch fills, for another PE, memory that the network may still read for a first PE.
 SLOW_NETWORK = "--pes=3 --alternate=1 --staged=1 --delay-us=5000 --epochs=12"
 FULL = "--pes=3 --full=1 --wgs=2 --threads=2"
-# A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
+# A PE stays away from a launch. The others give up, and run launches after it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=2 --stop-pe=1 --trouble-at=3 --queued=2 --epochs=6 --timeout-ms=1500"
 CASES = {
     "alone": "--pes=1 --threads=3",

@@ -1,6 +1,6 @@
-"""Exchanges on one stream, readers on others: a region is filled behind its readers, and read behind its arrival.
+"""Exchanges on one stream, readers on others: a region is filled after its readers, and read after its arrival.
 
-On the model of streams, events and captures of test_stream_order.py, which knows CUDA's rules for them.
+Uses the model of streams, events and captures of test_stream_order.py, which implements CUDA's rules.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 class _Loop:
-    """Exchanges into two regions in turn, and their readers."""
+    """Exchanges that alternate between two regions, and their readers."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._count = 0
         self._regions = [_region(), _region()]
-        self._readers: list[set[int]] = [set(), set()]  # of what a region holds, or has held
+        self._readers: list[set[int]] = [set(), set()]  # of the region's current or last content
         self._sent = 0
 
     def _launch(self, stream: Stream) -> int:
@@ -92,7 +92,7 @@ def test_a_batch_ahead(cuda: Cuda, is_captured: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_any_streams(cuda: Cuda, seed: int) -> None:
-    """Each reader and each exchange on some stream; release behind the last reader, on its stream."""
+    """Each reader and each exchange is on some stream. The release comes after the last reader, on its stream."""
     draw = random.Random(seed)
     loop = _Loop(cuda)
     following = loop.exchange(draw.choice(cuda.streams))
@@ -114,7 +114,7 @@ def test_a_third_batch_is_refused(cuda: Cuda) -> None:
 
 
 def test_nothing_connects_captures_and_eager_launches(cuda: Cuda) -> None:
-    """CUDA would refuse it: the streams that replay a graph order it."""
+    """CUDA would refuse it. The streams that replay a graph order it."""
     loop = _Loop(cuda)
     main, side = cuda.streams[1:3]
     number, *_ = loop.exchange(side)
@@ -133,7 +133,7 @@ def test_nothing_connects_captures_and_eager_launches(cuda: Cuda) -> None:
 
 
 def test_a_moment_on_a_stream_that_is_gone(cuda: Cuda) -> None:
-    """The driver has given its handle to another one."""
+    """The driver has given its handle to another graph."""
     cuda.current = cuda.create(0x7000)
     cuda.current.done |= {1}
     moment = Moment(_DEVICE)

@@ -1,4 +1,4 @@
-"""Recognizing lists of tables: by what they are, and only while they are known."""
+"""Recognizing lists of tables: by their properties, and only while the list is known."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_set_that_was_dropped_is_new_to_every_tensor_object() -> None:
     assert again is not found[0] and sets.find([tables[0]]) is again
 
 
-# What may become of a tensor under the same object; each leaves a table of 4 columns in all.
+# Possible changes of a tensor under the same object. Each leaves a table of 4 columns in total.
 CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "shrunk": lambda table: setattr(table, "data", table.data[:3]),
     "grown": lambda table: setattr(table, "data", torch.cat([table.data, table.data + 50])),
@@ -84,7 +84,7 @@ def test_what_does_not_matter_makes_no_other_set() -> None:
 
 
 def _changed_tables() -> list[str]:
-    """Pool one row of a table again and again, while the table changes under its tensor object."""
+    """Pool one row of a table repeatedly, while the table changes under its tensor object."""
     problems = []
     world, device = po.world_size(), po.device()
     table = torch.nn.Parameter(torch.arange(24.0, device=device).view(6, 4) + 100 * po.rank(), requires_grad=False)
