@@ -37,7 +37,7 @@ def layout_of(
     wire_dtype: torch.dtype | None,
     rounding: str,
 ) -> Layout:
-    """Return which PE has what; collective where costs are to be measured.
+    """Return each PE's tables and slices; collective where costs are to be measured.
 
     Args:
         world: of this PE.
@@ -150,7 +150,7 @@ class _Cuts:
 
 
 def _badness(layout: Layout) -> float:
-    """Return the time of a step, with further slices' share, times what a PE has more memory than it is granted."""
+    """Return the time of a step, with further slices' share, times the factor of memory above the granted room."""
     further = sum(each.num_slices - 1 for each in layout.placements)
     crowding = max(1.0, max(layout.table_bytes) / first_room(layout.table_bytes))
     return layout.time * crowding * (1 + _OF_A_SLICE * further)

@@ -344,7 +344,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         scale: float,
         seed: int,
     ) -> None:
-        """Make tables and optimizers, of what all PEs have agreed on."""
+        """Make tables and optimizers, from the values that all PEs have agreed on."""
         of_tables = {**options, "max_norm": max_norm}
         self._replicas = self._make_replicas(bounds, optimizer, of_tables, rounding, scale)
         self._make_tables(seed)

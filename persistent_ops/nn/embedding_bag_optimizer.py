@@ -181,7 +181,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
         self.push_rate()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse parameters beside the collection's tables."""
+        """Refuse parameters other than the collection's tables."""
         if self.param_groups:
             raise NotImplementedError("param_groups: the tables are the only group; other parameters need an optimizer")
         super().add_param_group(param_group)
@@ -350,7 +350,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
                 ) from error
 
     def _needs_slices(self, name: str) -> str:
-        """Return why a table's number of column slices is part of what is trained; "" where it is not."""
+        """Return why a table's number of column slices affects the training; "" if it does not."""
         if self._optimizer == "rowwise_adagrad":
             return _OF_SLICES
         if name in self._drawing:
@@ -359,7 +359,7 @@ class EmbeddingBagOptimizer(torch.optim.Optimizer):
 
 
 def _rate(name: str, given: Any) -> float:
-    """Return a rate as a number; raise TypeError or ValueError for what is none, or is infinite in float32."""
+    """Return a rate as a number; raise TypeError or ValueError if it is not one, or is infinite in float32."""
     rate = as_number(name, given)
     if math.isinf(in_float32(rate)):
         raise ValueError(f"{name}: expected a number below infinity, also in float32, got {given}")

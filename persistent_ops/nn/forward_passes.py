@@ -41,7 +41,7 @@ class SentFeatures:
         self.lookups: list[Lookups] = []
 
     def take(self) -> list[Lookups]:
-        """Return what is to be pooled, a handle for each group of tables; once."""
+        """Return the lookups to pool, a handle for each group of tables; once."""
         if self.is_over:
             raise RuntimeError(
                 "features: the batch that input_dist returned was pooled or released before; call input_dist again"
@@ -77,7 +77,7 @@ class ForwardPass:
         self._has_begun = False
 
     def check(self, _: torch.Tensor) -> None:
-        """See to what comes ahead of all updates: a hook of the result, whose gradient has come.
+        """Check before all updates: a hook of the result, called with its gradient.
 
         When a table has been updated there is nothing more to check: what had the first backward pass refuses a second
         one. A gradient that came to the result alone, as `torch.autograd.grad` brings it there, updates none.
@@ -95,7 +95,7 @@ class ForwardPass:
             passes.optimizer.push_rate()
 
     def updated(self, lookups: Lookups | None, *_: object) -> None:
-        """Take note that a group's tables have been updated: a hook of what was pooled for it.
+        """Note that a group's tables have been updated: a hook of what was pooled for it.
 
         Args:
             lookups: of the group, where they are kept.

@@ -71,14 +71,14 @@ def leave_room(*groups: DistributedDataParallel | dist.ProcessGroup, num_sms: in
 
 
 def _backends(groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Any]:
-    """Return what the groups use on a device, each once: several groups may be one."""
+    """Return the groups' communicators on a device, each once: several groups may share one."""
     backends = {id(group): backend_of_group(group, device) for group in groups}
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them.
     return [getattr(each, "wrapped_pg", each) for each in backends.values()]
 
 
 def _problem(backends: Iterable[Any], num_sms: int, environment: Mapping[str, str]) -> str:
-    """Return why the groups' kernels, by their configuration, may take more than so many SMs; or ""."""
+    """Return why the groups' kernels, by their configuration, may take more than this number of SMs; or ""."""
     if _number(environment, _QUEUES) == 1:
         return f"{_QUEUES}=1 puts the kernels of all streams into one queue, where they wait for each other; unset it"
     total = 0

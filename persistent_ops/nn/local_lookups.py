@@ -50,7 +50,7 @@ def counted_lengths(given: Features) -> torch.Tensor:
 
 
 class Findings:
-    """What a batch's lookups are like, on its way to the host.
+    """The properties of a batch's lookups, on their way to the host.
 
     Args:
         lengths: `[F * B]`, int64.
@@ -71,7 +71,7 @@ class Findings:
             self._moment.record()
 
     def wait(self) -> tuple[int, int, list[Finding]]:
-        """Return the sum of all lengths, the least one, and what was found of each of the slots."""
+        """Return the sum of all lengths, the least one, and the findings of each of the slots."""
         while self._moment is not None and not self._moment.query():
             pass
         total, least, *words = self._told.tolist()
@@ -79,7 +79,7 @@ class Findings:
 
 
 class Finding(NamedTuple):
-    """What was found of some slots.
+    """The findings of some slots.
 
     Attributes:
         lookups: how many they have.
@@ -153,7 +153,7 @@ class SlotFeatures:
     def to_values(
         self, of_lookups: torch.Tensor, offsets: torch.Tensor, begins: torch.Tensor, count: int
     ) -> torch.Tensor:
-        """Return for each of a batch's values the sum of what its lookups have, in the order of the slots.
+        """Return for each of a batch's values the sum over its lookups, in the order of the slots.
 
         Args:
             of_lookups: `[n]`: of each of the lookups that `lookups` has returned, floating-point.

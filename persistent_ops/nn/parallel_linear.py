@@ -95,7 +95,7 @@ class _Group:
 
 
 class _ParallelLinear(torch.nn.Module):
-    """What both layers share: the shard's bounds, its parameters and how they are loaded."""
+    """The common part of both layers: the shard's bounds, its parameters and their loading."""
 
     sharded_dim: int  # of the weight [out_features, in_features]
 
@@ -198,7 +198,7 @@ class _ParallelLinear(torch.nn.Module):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> Self:
-        """Make the layer from a whole `nn.Linear`, of which this PE copies its shard.
+        """Make the layer from a whole `nn.Linear`, from which this PE copies its shard.
 
         Args:
             linear: the same on every PE; on any device. It is not changed and not kept.

@@ -35,7 +35,7 @@ _NUM_STATES = {"sgd": 0, "adagrad": 1, "adam": 2}  # of the size of a row; "roww
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured.
+    """The measured rates.
 
     Attributes:
         memory: bytes per second that go to and from the memory in a large copy.
@@ -126,7 +126,7 @@ class Workload:
 
 
 def measured_rates(world: World) -> Rates:
-    """Return what PE 0 has measured, once in a world, while all PEs measured. Collective; tens of milliseconds."""
+    """Return PE 0's measurements, made once in a world, while all PEs measure. Collective; tens of milliseconds."""
     state = _MEASURED.state(world)
     if state.own is None:
         mine = [_memory_rate(world), *_link_rate_and_launch(world)]
@@ -155,7 +155,7 @@ def _link_rate_and_launch(world: World) -> tuple[float, float]:
 
 
 def _seconds(world: World, action: Callable[[], object]) -> float:
-    """Return the least time of an action: data loaders and compilers that are at work beside it make it longer only."""
+    """Return the least time of an action: data loaders and compilers that run beside it only make it longer."""
     return max(min(_round(world, action) for _ in range(_ROUNDS)) / _CALLS, 1e-9)
 
 

@@ -14,7 +14,7 @@ __all__ = ["pool_copies"]
 
 
 def pool_copies(pool: Callable[..., torch.Tensor], lookups: Lookups) -> torch.Tensor:
-    """Pool copies of what has come, as a global batch, so that the lookups may be released at once.
+    """Pool copies of the received lookups, as a global batch, so that the lookups may be released at once.
 
     Args:
         pool: `embedding_all_to_all` with this PE's tables and all choices.

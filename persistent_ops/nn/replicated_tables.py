@@ -317,7 +317,7 @@ class _Stack:
         return tuple(of_tables[at] for of_tables in self._states)
 
     def raise_bad(self, found: Finding) -> None:
-        """Raise IndexError where there is a bad index."""
+        """Raise IndexError if there is a bad index."""
         if found.slot >= 0:
             rows = self.weights[found.slot].shape[0]
             raise IndexError(
@@ -326,7 +326,7 @@ class _Stack:
             )
 
     def make_room(self, found: Finding, num_values: int) -> bool:
-        """Make room for so many lookups, of a batch with so many values; return whether there was."""
+        """Make room for so many lookups, of a batch with so many values; return whether there was room."""
         needed = min(found.lookups, num_values * self.features.most)
         has_room = self.features.is_all or needed <= self.room
         if not has_room:

@@ -44,7 +44,7 @@ def check_memory(tables: Sequence[ShardedTable]) -> None:
 
 
 class ShardedTable(torch.nn.Module):
-    """What this PE has of a table.
+    """This PE's part of a table.
 
     Args:
         layout: of all tables.

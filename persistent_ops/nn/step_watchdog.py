@@ -109,7 +109,7 @@ class StepWatchdog:
             time.sleep(min(max(waited / 100, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
 
     def _end_steps(self, error: BaseException) -> None:
-        """End what the steps wait for; if that does not help, end the process, which could not leave on its own."""
+        """End the work that the steps wait for. If that fails, end the process, which could not leave by itself."""
         try:
             abort_process_group(_ABORT_S)
             until = time.monotonic() + _ABORT_S

@@ -96,7 +96,7 @@ class Layout:
 
     @functools.cached_property
     def begins(self) -> tuple[tuple[int, ...], ...]:
-        """Where the columns of each group's slots begin in what is pooled for it.
+        """The first columns of each group's slots in the group's pooled rows.
 
         Columns of spread tables come in the order of the result; columns of replicated tables in the order of slots.
         """
@@ -114,7 +114,7 @@ class Layout:
 
     @functools.cached_property
     def runs(self) -> tuple[Run, ...]:
-        """What the result is put together of."""
+        """The runs of columns that make up the result."""
         groups = (*self.groups, *self.replicated)
         runs: list[Run] = []
         for group, number in self.outputs:
@@ -127,7 +127,7 @@ class Layout:
 
     @functools.cached_property
     def table_bytes(self) -> tuple[int, ...]:
-        """What the rows of every PE's tables take, without optimizer states."""
+        """The bytes of the rows of every PE's tables, without optimizer states."""
         return tuple(
             sum(
                 slice_bytes(config, placement) * len(self.slices_of(table, pe))

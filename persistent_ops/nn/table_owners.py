@@ -21,7 +21,7 @@ Cost = tuple[tuple[float, ...], ...]  # of the resources of each phase
 
 
 class Costs(NamedTuple):
-    """What placements are balanced by.
+    """The costs that placements balance.
 
     Attributes:
         unit: of the numbers.
@@ -34,7 +34,7 @@ class Costs(NamedTuple):
 
     @property
     def nothing(self) -> Cost:
-        """What a PE without tables uses."""
+        """The cost of a PE without tables."""
         return tuple(tuple(0.0 for _ in phase) for phase in self.of_slices[0])
 
 
@@ -71,7 +71,7 @@ def choose_owners(
     costs: Costs,
     world_size: int,
 ) -> tuple[tuple[tuple[int, ...], ...], list[Cost]]:
-    """Return the owners of each table's slices, and what every PE uses.
+    """Return the owners of each table's slices, and every PE's costs.
 
     The costliest slice comes first. Each slice goes to the PE with which a step takes the least time (`step_time`); of
     several such PEs to the one with the least `load`, then to the one with the fewest bytes.
@@ -107,12 +107,12 @@ def choose_owners(
 
 
 def first_room(nbytes: Sequence[int]) -> float:
-    """Return the bytes that a PE may have of what all have, before owners are chosen for memory's sake, too."""
+    """Return the bytes that a PE may have of all PEs' bytes, before owners are chosen for memory too."""
     return _ROOMS[0] * sum(nbytes) / len(nbytes) + _FEW_BYTES
 
 
 class _Part(NamedTuple):
-    """A slice of a table that is to get an owner: what it costs of each resource, and the bytes of its rows."""
+    """A slice of a table that is to get an owner: its cost of each resource, and the bytes of its rows."""
 
     table: int
     slice: int
@@ -125,7 +125,7 @@ class _Part(NamedTuple):
 
 
 class _Owned(NamedTuple):
-    """The owners of each table's slices so far; what every PE uses of each resource, its bytes, its largest part's."""
+    """The owners of each table's slices so far; every PE's cost of each resource, its bytes, its largest part's."""
 
     owners: list[list[int]]
     used: list[Cost]
@@ -151,7 +151,7 @@ def _fixed(
     costs: Costs,
     world_size: int,
 ) -> tuple[_Owned, list[_Part]]:
-    """Return what placements say, and the slices whose owners they leave open."""
+    """Return the owners that placements name, and the slices whose owners they leave open."""
     owned = _Owned([], [costs.nothing] * world_size, [0] * world_size, [0] * world_size)
     free = []
     for table, (config, placement) in enumerate(zip(configs, placements, strict=True)):

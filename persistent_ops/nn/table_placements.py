@@ -117,7 +117,7 @@ def _placement(config: TableConfig, given: Any) -> TablePlacement:
 
 
 def _of_parameter_sharding(name: str, given: Any) -> TablePlacement:
-    """Return what a ParameterSharding of TorchRec's says; its optimizer and rounding are the collection's."""
+    """Return the placement of a TorchRec ParameterSharding; optimizer and rounding are the collection's."""
     torchrec_kind = plain_name(given.sharding_type)
     if torchrec_kind not in _TORCHREC_KINDS:
         raise NotImplementedError(

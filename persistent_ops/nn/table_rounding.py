@@ -50,6 +50,6 @@ def drawn_of(layout: Layout, rank: int) -> list[list[Drawn]]:
 
 
 def rounding_seed(seed: int, drawn: Drawn) -> int:
-    """Return a seed of `EmbeddingOptimizer`, below 2^63: another one for each seed and for each of what is drawn."""
+    """Return a seed of `EmbeddingOptimizer`, below 2^63: different for each seed and each `drawn`."""
     digest = hashlib.blake2b(repr((seed, *drawn)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

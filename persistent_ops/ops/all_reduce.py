@@ -291,7 +291,7 @@ def _fake(
 
 
 def _of_sum(function: Callable[..., tuple[torch.Tensor, Any]]) -> Callable[..., torch.Tensor]:
-    """Return what a function of all_reduce_rms_norm is to all_reduce."""
+    """Return the counterpart for all_reduce of a function of all_reduce_rms_norm."""
 
     def without_norm(
         x: torch.Tensor, residual: _Optional, bias: _Optional, algorithm: str, out: _Optional = None

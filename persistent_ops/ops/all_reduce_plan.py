@@ -171,7 +171,7 @@ def reserve_room(world: World) -> None:
 
 
 def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None, *, norms: bool) -> str:
-    """Return what suits a tensor of so many bytes best."""
+    """Return the best algorithm for a tensor of this size in bytes."""
     tuning = tuning or OPERATOR.default_tuning
     points = SWITCH_POINTS[min((pes for pes in SWITCH_POINTS if world_size <= pes), default=max(SWITCH_POINTS))]
     one_shot = points.one_shot_with_norm if norms else points.one_shot
@@ -228,7 +228,7 @@ def kernel_request(
     warp_blocks: int,
     threads: int,
 ) -> KernelRequest:
-    """Return what is compiled for one combination of choices; `algorithm` is none but "auto"."""
+    """Return the kernel request for one combination of choices; `algorithm` is not "auto"."""
     enumerator = {"one_shot": "kOneShot", "two_shot": "kTwoShot", "slices": "kSlices"}[algorithm]
     return KernelRequest.of(
         _NAME,
@@ -437,7 +437,7 @@ class AllReducePlan(Plan):
         return first_element, plan, self._structs["Call"](rows=shape, local=plan.team.local)
 
     def _divisor(self, value: int) -> Any:
-        """Return what the kernel divides by a number with."""
+        """Return the divisor that the kernel uses for a number."""
         multiplier, shift = self._queries["divisor_multiplier"](value), self._queries["divisor_shift"](value)
         return self._structs["Divisor"](multiplier=multiplier, shift=shift, value=value)
 

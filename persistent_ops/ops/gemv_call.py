@@ -160,7 +160,7 @@ def _check_vectors(num_vectors: int | None) -> int:
 
 
 def check_choices(algorithm: str, wire_dtype: torch.dtype | None, _prefetch_weight: bool, dtype: torch.dtype) -> None:
-    """Raise for what gemv_all_reduce cannot be asked for with a weight of `dtype`."""
+    """Raise for arguments that gemv_all_reduce cannot take with a weight of `dtype`."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
     if wire_dtype not in (None, torch.float32, dtype):

@@ -133,7 +133,7 @@ def reserve_packets(world: World) -> None:
 
 
 def choose_algorithm(world: World, key: GemvKey) -> str:
-    """Return what "auto" means."""
+    """Return the algorithm for "auto"."""
     tuning = key.tuning or OPERATOR.default_tuning
     sent = (world.size - 1) * key.rows * key.num_vectors * 2 * (key.wire_dtype or torch.float32).itemsize
     return "two_shot" if sent > tuning.one_shot_bytes else "one_shot"
@@ -165,7 +165,7 @@ def team_factor(warps: int, dtype: torch.dtype) -> int:
 
 
 def kernel_vectors_of(num_vectors: int) -> int:
-    """Return for how many vectors the kernel is made that multiplies so many."""
+    """Return the number of vectors of the kernel that multiplies this number of vectors."""
     return next(n for n in (1, 8, MAX_VECTORS) if num_vectors <= n)
 
 
@@ -413,7 +413,7 @@ def kernel_request(
     prefetches: bool,
     lets_in: str,
 ) -> KernelRequest:
-    """Return what is compiled for one combination of choices; `kernel_vectors` is 1, 8 or 16.
+    """Return the kernel request for one combination of choices; `kernel_vectors` is 1, 8 or 16.
 
     `prefetches`: the launch asks for weights before its predecessor has ended. `lets_in`: when it lets its successor
     begin, an enumerator of LetsIn in cuda/sched/succession.cuh.

@@ -77,7 +77,7 @@ class CallNumbers:
 
     @property
     def last_caller(self) -> int:
-        """The largest number of one, 0 where there is none."""
+        """The largest number of a caller, 0 if there is none."""
         return max(self._callers, default=0)
 
     def add_caller(self, caller: int, name: str) -> None:
@@ -86,7 +86,7 @@ class CallNumbers:
 
     @staticmethod
     def of_caller(caller: int, calls_behind: int) -> int:
-        """Return the number for the call of a caller that so many have come after."""
+        """Return the number for the call of a caller, from the number of its later calls."""
         return caller << _CALLER_SHIFT | calls_behind
 
     # ---- what PEs have in common -------------------------------------------------------------------------------------

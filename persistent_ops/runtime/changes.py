@@ -18,7 +18,7 @@ _MANY = 1024
 
 
 class OnAbort(enum.Enum):
-    """What an input is after a launch that was given up."""
+    """The state of an input after a launch that was given up."""
 
     POISON = enum.auto()
     """All bits set, which is NaN: what it holds can be made again."""
@@ -50,7 +50,7 @@ def _place_of(tensor: torch.Tensor) -> _Place:
 
 
 class ChangedInputs:
-    """What each launch of a plan changes in place, looked at once for all of them.
+    """The tensors that each launch of a plan changes in place, looked up once for all launches.
 
     Args:
         tensors: by the name of an argument, contiguous; they keep their memory while the plan is used.
@@ -136,11 +136,11 @@ class Changes:
             )
 
     def settle(self) -> None:
-        """Take note that what has been launched has completed; what graphs change stays under way."""
+        """Note that the launches so far have completed; tensors that graphs change stay under way."""
         self._under_way.clear()
 
     def at_risk(self) -> str:
-        """Say, before `give_up`, what a launch that was given up may have left half changed; "" where nothing."""
+        """Report, before `give_up`, what a launch that was given up may have left half changed; "" if nothing."""
         refused = [
             each
             for inputs in self._under_way | self._captured
@@ -164,7 +164,7 @@ class Changes:
             self._poison()
 
     def refused(self) -> list[str]:
-        """Return the names of what this PE refuses (`know`), for the peers."""
+        """Return the names of the inputs that this PE refuses (`know`), for the peers."""
         refused = {at for at, each in self._given_up.items() if _is_refused(each)}
         return [name for name, inputs in self._known.items() if not refused.isdisjoint(inputs.by_place)]
 

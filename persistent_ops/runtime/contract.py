@@ -130,11 +130,11 @@ class LaunchKind:
         return {constants["kPhaseCredit"] & mask: _CREDIT} | own
 
     def waited_for(self, phase: int, index: int) -> str:
-        """Return what a wait of this operator was for."""
+        """Return the purpose of a wait of this operator."""
         return self._texts[phase].format(index=index)
 
     def input_error(self, record: ctypes.Structure) -> Exception:
-        """Return what bad input raises."""
+        """Return the exception for bad input."""
         constants = self.description.constants
         return next(make for name, make in self.input_errors.items() if constants[name] == record.kind)(record)
 
@@ -185,7 +185,7 @@ class Contract:
 
 
 def kind_of(word: int) -> LaunchKind | None:
-    """Return what a contract that begins with this word is of; None for what this process does not know."""
+    """Return the kind of the contract that begins with this word; None if this process does not know it."""
     return _kinds.get(word)
 
 

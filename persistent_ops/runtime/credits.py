@@ -28,7 +28,7 @@ class OtherCall(NamedTuple):
 
 
 class Credits:
-    """A workspace's credits: what its peers have begun, and this PE. Made collectively.
+    """A workspace's credits: the launches that its peers and this PE have begun. Made collectively.
 
     Args:
         backend, heap: of the world.

@@ -60,7 +60,7 @@ class Failures:
         self._contracts[words] = contract
 
     def describe(self, other_call: OtherCall | None) -> PersistentOpsError:
-        """Return what is raised; `other_call`: what the host has found out of a peer, see `CallOrder`."""
+        """Return the exception; `other_call`: the host's finding about a peer, see `CallOrder`."""
         error = self.record
         kind, me = self._kinds[error.kind], self._rank
         operator = kind_of(error.own_contract[0])
@@ -102,13 +102,13 @@ class Failures:
         )
 
     def _launch_of(self, operator: LaunchKind) -> str:
-        """Return what this PE had launched."""
+        """Return the call that this PE had launched."""
         number = self.record.own_contract[-1]
         call = f", {operator.call.replace('_', ' ')} {self._calls.show(number)}" if number else ""
         return operator.title + call
 
     def _remedy(self, operator: LaunchKind) -> str:
-        """Say what a launch of an operator that was given up leaves, and what to do about it."""
+        """Describe the state that a launch leaves after it was given up, and the remedy."""
         recovery = "all PEs must call po.recover() before the next call."
         at_risk = self._changes.at_risk()
         left = f"{recovery[0].upper()}{recovery[1:]}" if operator.changes else f"The output is NaN; {recovery}"

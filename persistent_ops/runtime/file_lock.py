@@ -12,7 +12,7 @@ _SHORTEST_POLL_S = 0.002
 
 
 def lock_within(seconds: float, descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file; return whether that succeeded within so many seconds. Closing it, or LOCK_UN, unlocks it.
+    """Lock an open file; return whether that succeeded within this time. Closing it, or LOCK_UN, unlocks it.
 
     Args:
         seconds: to wait for other holders.

@@ -24,7 +24,7 @@ _described: dict[str, Description] = {}  # of this process
 
 
 class OperatorState:
-    """What one operator keeps in one world.
+    """The state of one operator in one world.
 
     Attributes:
         plans: by key.
@@ -74,7 +74,7 @@ class Operator(LaunchKind):
         return _described[self.name]
 
     def state(self, site: Site) -> OperatorState:
-        """Return what it keeps in a world."""
+        """Return the operator's state in a world."""
         state = site.kept.get(self.name)
         if state is None:
             self.prepare(site)
@@ -83,11 +83,11 @@ class Operator(LaunchKind):
         return state
 
     def changed_inputs(self, **tensors: Sequence[torch.Tensor]) -> ChangedInputs:
-        """Return what launches of a plan change: contiguous tensors for each name in `changes`."""
+        """Return the tensors that launches of a plan change: contiguous, for each name in `changes`."""
         return ChangedInputs(tensors, self.changes, self.reloading)
 
     def begin_changes(self, site: Site, inputs: ChangedInputs, tensors: Sequence[torch.Tensor]) -> None:
-        """Declare, right before the launch, what it changes.
+        """Declare, right before the launch, the tensors that it changes.
 
         Args:
             site: of the launch.

@@ -15,7 +15,7 @@ def check_apart(
     read: Mapping[str, torch.Tensor | None],
     may_be: Mapping[str, torch.Tensor | None] | None = None,
 ) -> None:
-    """Raise where what is written overlaps what is read at another place.
+    """Raise if written memory overlaps memory that is read at another place.
 
     Args:
         name: of the argument that is written.

@@ -12,7 +12,7 @@ __all__ = ["Plan", "Plans"]
 
 
 class Plan:
-    """A kernel, and what it needs in device memory.
+    """A kernel, and its data in device memory.
 
     Attributes:
         areas: names of those that it names and that may be replaced.
@@ -30,7 +30,7 @@ _P = TypeVar("_P", bound=Plan)
 
 
 class Traced(NamedTuple):
-    """What the key of a plan becomes whose kernel traces."""
+    """The key of the same plan with a kernel that traces."""
 
     tracer: object
     key: Hashable

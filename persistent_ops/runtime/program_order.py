@@ -36,7 +36,7 @@ def keep_order_on(device: torch.device) -> None:
 
 
 def order_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what orders the calls on a tensor's device; None before there is a world, where calls raise."""
+    """Return the tensor that orders the calls on its device; None before there is a world, where calls raise."""
     return _tensors.get(tensor.device) if _of_graph is None else _of_graph
 
 

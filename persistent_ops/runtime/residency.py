@@ -22,7 +22,7 @@ _DIVISIONS = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
 
 
 class Sm(NamedTuple):
-    """What a streaming multiprocessor has; without bounds on the host."""
+    """The resources of a streaming multiprocessor; without bounds on the host."""
 
     threads: int = 1 << 30
     registers: int = 1 << 30
@@ -31,7 +31,7 @@ class Sm(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """What WGs of a kernel take of an SM.
+    """The resources of an SM that WGs of a kernel take.
 
     Attributes:
         threads, shared_bytes: of a WG.

@@ -22,7 +22,7 @@ class Forgetful(Protocol):
 
 
 class Kept(Forgetful, Protocol):
-    """What an operator keeps in a world from call to call."""
+    """The state of an operator in a world, kept from call to call."""
 
     def drop_plans(self, *, only_traced: bool) -> None:
         """Have launches planned again: all, or only those whose kernels trace. CUDA graphs keep theirs."""

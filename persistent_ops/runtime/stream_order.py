@@ -36,7 +36,7 @@ class _Last(NamedTuple):
 
 
 class Moment:
-    """A place in a stream: what was launched there before."""
+    """A place in a stream, after earlier launches."""
 
     def __init__(self, device: torch.device) -> None:
         self.event = torch.cuda.Event()
@@ -55,7 +55,7 @@ class Moment:
 
 
 class StreamOrder:
-    """What earlier launches on a workspace leave for the next one to be ordered after.
+    """The order of launches on a workspace: the places that the next launch comes after.
 
     Eager launches follow one another, and so do the launches of one capture, where the event becomes an edge of the
     graph. Nothing connects two captures, or a capture and eager launches: CUDA allows no such edge (it invalidates the

@@ -175,6 +175,6 @@ _OTHER_WG = "another work-group"
 
 
 def _nanoseconds_of_a_tick(blocks: Sequence[Any]) -> float:
-    """Return what all WGs together say of their clock; it ticks in nanoseconds on the host."""
+    """Return the clock's rate from all WGs together; it ticks in nanoseconds on the host."""
     ticks = sum(block.end - block.totals.begin for block in blocks)
     return sum(block.end_ns - block.totals.begin_ns for block in blocks) / ticks if ticks else 1.0

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class Work(Generic[Result]):
-    """A result that is not ready yet: what a call with `async_op=True` returns.
+    """A result that is not ready yet: a call with `async_op=True` returns it.
 
     Wait for handles in the same order on all PEs: a wait may launch again.
     """

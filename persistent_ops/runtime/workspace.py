@@ -61,7 +61,7 @@ class InputRecord:
         self.struct.state = 0
 
     def take(self) -> Exception | None:
-        """Return what is wrong, once."""
+        """Return the error, once."""
         if not self.struct.state:
             return None
         operator = kind_of(self.struct.operator_id)
@@ -278,7 +278,7 @@ class Workspace:
     # ---- errors ----------------------------------------------------------------------------------------------------
 
     def raise_pending(self, own: Exception | None = None) -> None:
-        """Raise what launches so far have reported; cheap, and without waiting for launches in flight.
+        """Raise the errors that launches so far have reported; cheap, without waiting for launches in flight.
 
         Args:
             own: what a handle's own record had, which is raised before what others found wrong with their input.

@@ -42,7 +42,7 @@ _PATIENCE_S = 30.0  # of who leaves or recovers, for launches that still wait fo
 
 
 class _OfThread(threading.local):
-    """What each thread has one of."""
+    """The state of which each thread has one."""
 
     world: World | None = None
 
@@ -324,7 +324,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        """Wait for this PE's launches and raise what they reported."""
+        """Wait for this PE's launches and raise their errors."""
         self.backend.synchronize()
         for workspace in self.workspaces:
             workspace.raise_failure()
@@ -333,7 +333,7 @@ class World:
             workspace.raise_pending()
 
     def learn_of_failures(self) -> None:
-        """Wait for this PE's launches, and note what those that were given up change; nothing is raised here."""
+        """Wait for this PE's launches, and note the inputs of launches that were given up; nothing is raised here."""
         if not self._is_closed:
             self.backend.synchronize()
             with contextlib.suppress(PersistentOpsError):
@@ -361,7 +361,7 @@ class World:
         self._forget()
 
     def _lose(self, cause: str) -> None:
-        """Refuse all that follows a recovery that has failed: PEs no longer agree on what they have launched."""
+        """Refuse all calls after a failed recovery: PEs no longer agree on their launches."""
         self._lost = BootstrapError(f"the world is lost, since po.recover() has failed: {cause}. Start all PEs again")
         self.bootstrap.fail(f"its po.recover() has failed: {cause}")  # the peers need not wait for it
         for workspace in self.workspaces:
@@ -446,7 +446,7 @@ def _refuse_fork() -> None:
 
 
 def current() -> World:
-    """Return this PE's world; RuntimeError where there is none."""
+    """Return this PE's world; raise RuntimeError if there is none."""
     world = _thread_worlds.world or _process_world
     if world is None:
         _refuse_fork()

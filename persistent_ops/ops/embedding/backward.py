@@ -157,7 +157,7 @@ class EmbeddingOptimizer:
         }
 
     def _make_own(self, lr: float, seed: int | Sequence[int]) -> None:
-        """Make what it holds in device memory beside the states."""
+        """Make the optimizer's values in device memory, besides the states."""
         device = self._tables[0].device if self._tables else _world.current().backend.device
         self._lr = torch.full((1,), lr, dtype=torch.float32, device=device)
         self._gradient_scale = torch.ones(1, dtype=torch.float32, device=device)
@@ -401,14 +401,14 @@ class _Token:
 
 
 def tables_named(names: Sequence[str]) -> str:
-    """Return what errors call tables."""
+    """Return the name of tables in errors."""
     if len(names) > _MOST_NAMED:
         return num_tables(len(names))
     return f"table{'s' * (len(names) != 1)} {', '.join(names)}"
 
 
 def num_tables(count: int) -> str:
-    """Return the same for so many."""
+    """Return the same for this number of tables."""
     return f"{count} table{'s' * (count != 1)}"
 
 

@@ -67,7 +67,7 @@ class Tiles(NamedTuple):
 
 
 def check_rounding(rounding: str) -> None:
-    """Raise ValueError for what is none of ROUNDINGS."""
+    """Raise ValueError for a rounding that is not in ROUNDINGS."""
     if rounding not in tuple(ROUNDINGS):
         raise ValueError(f"rounding: expected one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}")
 
@@ -88,7 +88,7 @@ def kernel_request(
     blocks_per_sm: int | None = None,
     has_one_wg: bool = False,
 ) -> KernelRequest:
-    """Return what is compiled for one combination of choices; `has_one_wg`: whether an SM has a large WG alone."""
+    """Return the kernel request for one combination of choices; `has_one_wg`: whether an SM has a large WG alone."""
     enumerator = "kMean" if pooling == "mean" else "kWeightedSum" if is_weighted else "kSum"
     scope = "po::embedding_backward::"
     is_narrow = dtype.itemsize == 2  # more columns a chunk

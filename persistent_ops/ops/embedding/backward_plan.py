@@ -132,7 +132,7 @@ class BackwardKey(NamedTuple):
 
 
 def identity(table: torch.Tensor) -> tuple[int, ...]:
-    """Return what tables that are one tensor have in common."""
+    """Return a key that is equal for tables that are one tensor."""
     return (table.data_ptr(), *table.shape)
 
 
@@ -306,7 +306,7 @@ class BackwardPlan(Plan):
         return [make(column=column, staged_offset=offset) for column, offset in places]
 
     def _make_pushes(self) -> None:
-        """Say what goes where: table by table, owners in turn from the next PE on."""
+        """Make the list of pushes: table by table, owners in turn from the next PE on."""
         key, rank, size = self._key, self._key.team.rank, self._key.team.size
         self._outgoing_bytes = 0
         self._pushes: list[Any] = []

@@ -59,7 +59,7 @@ def check_types(
 
 
 def check_are_tables(weights: Sequence[torch.Tensor]) -> None:
-    """Raise TypeError or ValueError for what is no list of matrices."""
+    """Raise TypeError or ValueError if this is not a list of matrices."""
     if not isinstance(weights, (list, tuple)):
         require_plain_list("weights", weights)
     for t, weight in enumerate(weights):
@@ -135,7 +135,7 @@ def check_split(
 
 
 def check_gradient(gradient: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    """Raise for what the kernel would misread; the sort by row checks the lookups."""
+    """Raise for arguments that the kernel would misread; the sort by row checks the lookups."""
     for t, weight in enumerate(weights):
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_contiguous():
             raise ValueError(f"weights[{t}]: expected a contiguous [R, D] tensor")

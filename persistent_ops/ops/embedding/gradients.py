@@ -30,7 +30,7 @@ __all__ = ["DenseGradients", "dense_gradients", "dense_size", "record_sparse"]
 
 
 class DenseGradients(NamedTuple):
-    """What `dense_gradients` returns; tables that are one tensor share sums and flags.
+    """The result of `dense_gradients`; tables that are one tensor share sums and flags.
 
     Attributes:
         memory: `[dense_size(weights)]`, float32: all sums, then all flags, so that one all-reduce takes both.
@@ -152,7 +152,7 @@ def _check_twins(weights: Sequence[torch.Tensor]) -> None:
 
 
 def _name_of(count: int, first: weakref.ref[torch.Tensor] | None) -> str:
-    """Return what errors call the forward pass of some tables."""
+    """Return the name of the forward pass of some tables in errors."""
     table = None if first is None else first()
     return num_tables(count) + ("" if table is None else f", the first one {list(table.shape)}")
 

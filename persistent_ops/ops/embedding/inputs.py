@@ -290,7 +290,7 @@ def _checked_split(given: Any, world: World, max_batch: int, samples: int, name:
 
 
 def _whole_numbers(given: Any) -> tuple[int, ...] | None:
-    """Return numbers of any kind of integer; None where they are something else."""
+    """Return numbers of any kind of integer; None if they are something else."""
     try:
         return tuple(operator.index(number) for number in given)
     except TypeError:

@@ -139,7 +139,7 @@ Slots = tuple[tuple[tuple[int, int], ...], ...]
 
 
 class InputsLayout(NamedTuple):
-    """What stays the same for one `EmbeddingInputs`, on all PEs.
+    """The constant part of one `EmbeddingInputs`, the same on all PEs.
 
     Attributes:
         slots: of every PE as an owner, (feature, rows of the table) in the order of its tables.
@@ -215,7 +215,7 @@ def kernel_request(
     is_weighted: bool,
     threads: int,
 ) -> KernelRequest:
-    """Return what is compiled for lookups of a kind."""
+    """Return the kernel request for lookups of a kind."""
     return KernelRequest.of(
         _NAME,
         {

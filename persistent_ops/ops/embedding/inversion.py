@@ -112,7 +112,7 @@ class Rows:
 
     @functools.cached_property
     def num_sort_keys(self) -> int:
-        """Return what all keys are below while they are sorted: each with its table's member."""
+        """Return the exclusive upper bound of all keys during the sort: each with its table's member."""
         return self.num_keys << self.member_bits
 
 
@@ -321,7 +321,7 @@ def kernel_request(
     work_groups_per_sm: int,
     arena_bytes: int,
 ) -> KernelRequest:
-    """Return what is compiled for one combination of choices."""
+    """Return the kernel request for one combination of choices."""
     return KernelRequest.of(
         _NAME,
         {
@@ -375,7 +375,7 @@ def _choose_items(world: World, tuning: Tuning, num_lookups: int, entry_bytes: i
 
 
 def _check(world: World, rows: Rows, indices: torch.Tensor, offsets: torch.Tensor) -> None:
-    """Raise for what `invert` cannot take."""
+    """Raise for arguments that `invert` cannot take."""
     device = world.backend.device
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         if tensor.dtype not in INDEX_TYPES:

@@ -66,7 +66,7 @@ class LookupSource:
 
 
 class Given(NamedTuple):
-    """What a PE passes to an exchange."""
+    """The arguments that a PE passes to an exchange."""
 
     values: torch.Tensor
     bounds: torch.Tensor
@@ -121,7 +121,7 @@ class Region:
         self.samples = self.sources[:, fields_of_source()["samples"]]
 
     def order_behind_readers(self) -> None:
-        """Order what the current stream does next after the last one."""
+        """Order the current stream's next work after the last readers."""
         if self.is_held:
             raise RuntimeError(
                 "embedding_inputs: the lookups of two earlier calls are still held, so there is no region for "
@@ -140,7 +140,7 @@ class Region:
 
 
 class InputExchange:
-    """What one `EmbeddingInputs` and the handles of its exchanges share.
+    """The common state of one `EmbeddingInputs` and the handles of its exchanges.
 
     Args:
         world: of this PE.
@@ -405,7 +405,7 @@ class Lookups:
         self.release()
 
     def source(self, rank: int) -> LookupSource:
-        """Return what a PE has brought, for tests; waits on the host, and outside of a capture alone."""
+        """Return the lookups that a PE has brought, for tests; waits on the host, and only outside of a capture."""
         self._check_generation()
         layout, fields = self._exchange.layout, fields_of_source()
         words = self.sources[rank].tolist()
@@ -430,7 +430,7 @@ class Lookups:
         return OfSources(self.sources, self.index_dtype, self.is_weighted, lookups_per_bag, self.num_beside)
 
     def check_is_here(self) -> None:
-        """Raise RuntimeError unless what the current stream does next may read them; see `wait` and `release`."""
+        """Raise RuntimeError unless the current stream's next work may read them; see `wait` and `release`."""
         if self._exchange.world is not _world.for_call():
             raise RuntimeError(
                 "embedding_inputs: these lookups were exchanged before po.finalize(); exchange the batch again"

@@ -113,7 +113,7 @@ _LOOKUPS = TensorSpecs(
 
 
 class LookupKind(NamedTuple):
-    """What a plan has to know of a call's lookups.
+    """The properties of a call's lookups that a plan depends on.
 
     Attributes:
         index_dtype, offset_dtype, is_weighted: of the lookups.
@@ -140,7 +140,7 @@ class OfBatch(NamedTuple):
     per_sample_weights: torch.Tensor | None
 
     def kind(self, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int] | None) -> tuple[Any, ...]:
-        """Return what a plan has to know of them: the fields of a `LookupKind`."""
+        """Return the properties that a plan depends on: the fields of a `LookupKind`."""
         indices, offsets, factors = self
         num_offsets = offsets.numel()
         lookups_per_bag = average_lookups_per_bag(indices.numel(), num_offsets - 1)
@@ -157,7 +157,7 @@ class OfSources(NamedTuple):
     num_beside: int
 
     def kind(self, weights: Sequence[torch.Tensor], batch_per_rank: Sequence[int] | None) -> tuple[Any, ...]:
-        """Return what a plan has to know of them: the fields of a `LookupKind`."""
+        """Return the properties that a plan depends on: the fields of a `LookupKind`."""
         _, index_dtype, is_weighted, lookups_per_bag, num_beside = self
         num_offsets = len(weights) * sum(batch_per_rank or ()) + 1
         return index_dtype, torch.int32, num_offsets, is_weighted, lookups_per_bag, True, num_beside
@@ -188,7 +188,7 @@ class Choices(NamedTuple):
         schedule: str,
         columns: Sequence[int] | None = None,
     ) -> Choices:
-        """Return what a call has chosen, with sequences as tuples, and both dtypes."""
+        """Return the choices of a call, with sequences as tuples, and both dtypes."""
         if dim_per_rank is not None:
             dim_per_rank = _numbers_of("dim_per_rank", dim_per_rank)
         if batch_per_rank is not None:
@@ -351,7 +351,7 @@ class EmbeddingPlan(Plan):
         )
 
     def _order(self, slices: _Slices, num_tables: int) -> Any:
-        """Return in which order tasks run; two sequences of tables run beside one another where they may."""
+        """Return the order of the tasks; two sequences of tables run beside one another if they may."""
         team, is_oblivious = self._key.team, self._key.choices.schedule == "oblivious"
         may_mix = team.all_reachable and not is_oblivious and num_tables < _MOST_MIXED
         return OPERATOR.description.structs["ExchangeOrder"](

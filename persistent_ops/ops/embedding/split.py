@@ -34,7 +34,7 @@ def completed(
 
 
 def table_set(world: _world.World, weights: Sequence[torch.Tensor]) -> TableSet:
-    """Return what the plans know tables by."""
+    """Return the set by which plans know these tables."""
     return table_sets(world).find(weights)
 
 

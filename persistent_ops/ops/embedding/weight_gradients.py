@@ -71,7 +71,7 @@ class ReturnKey(NamedTuple):
 
 
 def kernel_request(threads: int) -> KernelRequest:
-    """Return what is compiled."""
+    """Return the kernel request."""
     return KernelRequest(_NAME, None, LaunchShape(threads))
 
 

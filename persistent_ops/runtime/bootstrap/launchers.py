@@ -34,7 +34,7 @@ _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What one process knows about its job before it has spoken to any other.
+    """The knowledge of one process about its job before it communicates.
 
     Args:
         launcher: "torchrun", "hydra", "openmpi", "slurm", "persistent_ops" (`po.launch`) or "single" (no launcher).
@@ -145,7 +145,7 @@ def _own(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _elastic(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return what torchrun says, when it is certain that it started this process."""
+    """Return torchrun's values, if it is certain that torchrun started this process."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     numbers = _rank_and_size(environ, "RANK", "WORLD_SIZE")
@@ -158,7 +158,7 @@ def _elastic(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _by_hand(environ: Mapping[str, str], started: LaunchEnvironment | None) -> LaunchEnvironment | None:
-    """Return what torch.distributed's variables say where torchrun did not set them."""
+    """Return the values of torch.distributed's variables if torchrun did not set them."""
     if started is not None and "RANK" not in environ:
         return None  # A bare WORLD_SIZE beside a real launcher is compared with it by _world_size_must_agree.
     numbers = _rank_and_size(environ, "RANK", "WORLD_SIZE")
@@ -220,7 +220,7 @@ def _openmpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return what srun says, or None in a batch script, which has SLURM_PROCID and SLURM_NTASKS but is no task."""
+    """Return srun's values, or None in a batch script, which has SLURM_PROCID and SLURM_NTASKS but is no task."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     step = _number(environ, "SLURM_STEP_ID")

@@ -42,13 +42,13 @@ _MOST_HANGING = 4
 
 
 class Mailbox(Protocol):
-    """What the bootstrap needs of the place where values are left. `deadline` is a `time.monotonic()`."""
+    """The mailbox interface that the bootstrap needs. `deadline` is a `time.monotonic()`."""
 
     def put(self, key: str, value: bytes, deadline: float) -> None:
         """Store `value` under `key`."""
 
     def claim(self, key: str, value: bytes, deadline: float) -> bytes:
-        """Store `value` unless there is one already, and return what stands there now."""
+        """Store `value` unless there is one already, and return the stored value."""
 
     def read(self, keys: Sequence[str], deadline: float) -> list[bytes]:
         """Return the values of keys that are known to exist."""
@@ -90,7 +90,7 @@ class Worker:
         self._thread.start()
 
     def call(self, function: Callable[[], T], seconds: float) -> T:
-        """Return what `function` returns.
+        """Return the result of `function`.
 
         Raises:
             TimeoutError: It did not return within `seconds`, nor a moment later, or an earlier call still has not.

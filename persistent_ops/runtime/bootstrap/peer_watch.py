@@ -36,13 +36,13 @@ def tell_state(mailbox: Mailbox, rank: int, state: bytes, deadline: float) -> No
 
 
 class Calls(Protocol):
-    """What finds PEs that are in other calls: `CallOrder`."""
+    """An object that finds PEs in other calls: `CallOrder`."""
 
     def look(self) -> bytes:
         """Look at what the peers have begun; return the report for them."""
 
     def compare(self, told: Mapping[int, bytes]) -> None:
-        """Compare what each peer's `look` has returned last."""
+        """Compare the last results of each peer's `look`."""
 
 
 class PeerWatch:

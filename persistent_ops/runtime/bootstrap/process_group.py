@@ -101,6 +101,6 @@ def _nccl_options(max_ctas: int, limit: datetime.timedelta) -> object:
 
 
 def only_tensor(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    """Return what a group's all-reduce of one tensor gives, as DDP takes it."""
+    """Return the result of a group's all-reduce of one tensor, as DDP takes it."""
     (tensor,) = future.value()
     return tensor

@@ -31,7 +31,7 @@ _describing = threading.Lock()
 
 @dataclass(frozen=True)
 class Description:
-    """What a header says of itself.
+    """The description of a header, made by the header.
 
     Attributes:
         structs: by name, ctypes structs of the same layout; pointers are numbers.
@@ -56,7 +56,7 @@ def copy_of(call: Any) -> Any:
 
 @functools.cache
 def describe(header: str) -> Description:
-    """Return what a header below cuda/ describes, with all that it includes.
+    """Return the descriptions of a header below cuda/, with all that it includes.
 
     Raises:
         CompileError: there is no C++ compiler, or the header does not compile.
@@ -94,7 +94,7 @@ def _describe(header: str) -> Description:
 
 
 def description_of(kernel: str) -> Description:
-    """Return what the header of a kernel describes."""
+    """Return the description of a kernel's header."""
     return describe(f"kernels/{kernel}.cuh")
 
 

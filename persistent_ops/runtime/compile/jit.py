@@ -64,7 +64,7 @@ _LOOKUP_VARIABLES = (
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel file and what it is compiled with.
+    """A kernel file and the configuration that it is compiled with.
 
     Attributes:
         entry: path of the file, relative to the root, for example "kernels/barrier.cuh".
@@ -81,13 +81,13 @@ class KernelSource:
 
     @property
     def unit(self) -> str:
-        """What the compiler is given."""
+        """The input of the compiler."""
         return f'{self.head}#include "{self.entry}"\n{self.tail}'
 
 
 @dataclass(frozen=True)
 class KernelResources:
-    """What one kernel uses, as the assembler reports it.
+    """The resources of one kernel, as the assembler reports them.
 
     Attributes:
         name: symbol in the cubin.
@@ -417,7 +417,7 @@ def compile_cuda(
 
 
 def _nvshmem_for(source: KernelSource) -> Nvshmem:
-    """Return what a kernel is linked with; raise where it cannot be."""
+    """Return the NVSHMEM that a kernel is linked with; raise if it cannot be linked."""
     library = find_nvshmem()
     if library is None:
         raise CompileError(f"compiling {source.entry} needs NVSHMEM, which is not installed. Run: {nvshmem_remedy()}")
