@@ -70,7 +70,7 @@ def bytes_named(name: str) -> int:
 
 @dataclass(frozen=True)
 class Options(harness.experiment.Options):
-    """What a run was asked to do; see the command line's help."""
+    """The options of a run; see the command line's help."""
 
     methods: tuple[str, ...] = METHODS
     calls: int = 20

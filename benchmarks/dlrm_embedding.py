@@ -53,7 +53,7 @@ _TORCH_COPIES = 6  # of the gradients of all lookups, which its update has at a 
 
 @dataclass(frozen=True)
 class Options(harness.experiment.Options):
-    """What a run was asked to do; see the command line's help.
+    """The options of a run; see the command line's help.
 
     Attributes:
         replicated_rows: tables of at most so many are on every PE, whatever the placement.

@@ -45,7 +45,7 @@ _Case = tuple[str, Config]
 
 @dataclass(frozen=True)
 class Options(harness.experiment.Options):
-    """What a run was asked to do; see the command line's help."""
+    """The options of a run; see the command line's help."""
 
     methods: tuple[str, ...] = METHODS
     configs: tuple[str, ...] = tuple(CONFIGS)

@@ -72,7 +72,7 @@ _ROOM_GROWTH = 1.5  # of the operator's areas
 
 @dataclass(frozen=True)
 class Options(harness.experiment.Options):
-    """What a run was asked to do; see the command line's help.
+    """The options of a run; see the command line's help.
 
     Attributes:
         optimizers: of every config; none for each config's own.

@@ -35,7 +35,7 @@ _Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Options(harness.experiment.Options):
-    """What a run was asked to do; see the command line's help.
+    """The options of a run; see the command line's help.
 
     Attributes:
         shapes: names, of SHAPES or others.

@@ -40,7 +40,7 @@ VECTORS = (17, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Options(harness.experiment.Options):
-    """What a run was asked to do; see the command line's help."""
+    """The options of a run; see the command line's help."""
 
     methods: tuple[str, ...] = METHODS
     layers: tuple[str, ...] = LAYERS

@@ -47,7 +47,7 @@ _Case = tuple[str, Case]
 
 @dataclass(frozen=True)
 class Options(harness.experiment.Options):
-    """What a run was asked to do; see the command line's help.
+    """The options of a run; see the command line's help.
 
     Attributes:
         cases: keys of CASES.

@@ -65,14 +65,14 @@ def main(argv: list[str]) -> int:
 
 
 def _folder(options: Options) -> contextlib.AbstractContextManager[None]:
-    """Return what keeps the folder to this run; a comparison writes to none."""
+    """Return the lock that keeps the folder to this run; a comparison writes to none."""
     if options.compare_steps:
         return contextlib.nullcontext()
     return own_folder(options.folder, checkpoint=None if options.is_resumed else checkpoint.pointer(options.folder))
 
 
 def _tell(options: Options, report: dict[str, Any]) -> None:
-    """Draw and print what the training gave."""
+    """Draw and print the result of the training."""
     if "losses" in report:
         history = History(report["losses"], report["evaluations"])
         title = f"DLRM, {options.model}, {report['source']}, {pes_text(report['pes'])} on {report['backend']}"
@@ -144,7 +144,7 @@ _NUMBERS = (
 
 
 def _default(name: str) -> str:
-    """Return what help says about an option's default."""
+    """Return the help text for an option's default."""
     field = name.replace("-", "_")
     if field in MODELS["small"].defaults:
         return "default " + ", ".join(f"{model} {_number(preset.defaults[field])}" for model, preset in MODELS.items())

@@ -51,7 +51,7 @@ _HOST_PES = (2, 4)  # at least and at most
 
 
 def command(main: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """Let a program end with an exit code and a line, whatever ends it.
+    """Let a program end with an exit code and a line, for any cause.
 
     A wrong option, unusable data and a backend that cannot run are 2, Ctrl-C is 130, PEs that were killed or ran out of
     time are 1. What else goes wrong in a PE is raised, with its traceback.
@@ -225,7 +225,7 @@ def where_it_ran() -> dict[str, Any]:
 
 
 def hardware_of(report: dict[str, Any]) -> str:
-    """Return what a report with `where_it_ran` says of the PEs."""
+    """Return the description of the PEs in a report with `where_it_ran`."""
     hardware = ", ".join(f"{count} x {name}" for name, count in Counter(report["hardware"]).items())
     return f"on the {report['backend']} backend: {escape(hardware)}"
 

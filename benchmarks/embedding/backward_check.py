@@ -143,7 +143,7 @@ class RowsReference:
 
     @staticmethod
     def share(actual: torch.Tensor, expected: torch.Tensor, off: torch.Tensor) -> float:
-        """Return the largest difference over what it may be."""
+        """Return the largest difference as a share of its bound."""
         if actual.numel() == 0:
             return 0.0
         return float(((actual.double() - expected).abs() / off.clamp(min=1e-300)).max())

@@ -63,7 +63,7 @@ class Moved:
 
 
 def limit(ceilings: Ceilings, parts: Sequence[Moved]) -> tuple[float, str]:
-    """Return the least microseconds of parts that follow one another, and what bounds them."""
+    """Return the least microseconds of parts that follow one another, and the bound of each."""
     found = [
         ceilings.limit_seconds(read_bytes=part.read, updated_bytes=part.updated, sent_bytes=part.sent) for part in parts
     ]
@@ -71,7 +71,7 @@ def limit(ceilings: Ceilings, parts: Sequence[Moved]) -> tuple[float, str]:
 
 
 def backward_moves(config: Config, optimizer: str, world_size: int, *, rows: float, sectors: float) -> Moved:
-    """Return what a backward pass moves at the least.
+    """Return the least traffic of a backward pass.
 
     The gradient is read once, what peers bring is written and read once, rows and their states are read and written,
     and indices are read: (3 - 2 / P) O + 2 U (w + state) + 8 N in all.
@@ -93,6 +93,6 @@ def backward_moves(config: Config, optimizer: str, world_size: int, *, rows: flo
 
 
 def forward_moves(config: Config, world_size: int, *, rows: float) -> Moved:
-    """Return what a forward pass moves at the least: each row once, the result, the indices: U w + O + 8 N."""
+    """Return the least traffic of a forward pass: each row once, the result, the indices: U w + O + 8 N."""
     read = rows * config.row_bytes + config.output_bytes + _INDEX_BYTES * config.lookups
     return Moved(read=read, updated=0.0, sent=config.sent_bytes(world_size))

@@ -23,7 +23,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2.0**-7}
 
 
 def reference(methods: Methods, lookups: LookupSet) -> torch.Tensor:
-    """Return what the operator should give: torch's embedding_bag, then the collective."""
+    """Return the expected result: torch's embedding_bag, then the collective."""
     return methods.unfused_torch(lookups)
 
 

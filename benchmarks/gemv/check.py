@@ -119,7 +119,7 @@ def _check_single_vectors(world: World, methods: Methods, fused: torch.Tensor) -
 
 
 def _check_unfused(world: World, methods: Methods, chosen: tuple[str, ...]) -> list[str]:
-    """Compare what the operator is timed against: a method that drops work would be no rival."""
+    """Check the baselines' results: a baseline that drops work would be no rival."""
     expected = reference(world, methods, 0)
     failures = []
     for name in chosen:

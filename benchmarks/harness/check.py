@@ -27,7 +27,7 @@ def bits_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def poisoned(world: World, out: torch.Tensor, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return a copy of what a call gives whose buffer `out` was full of NaN before, on every PE; collective."""
+    """Return a copy of a call's result; the buffer `out` was full of NaN before, on every PE; collective."""
     out.fill_(math.nan)
     world.barrier()  # peers may write into it as soon as they launch
     result = call().clone()

@@ -159,10 +159,10 @@ class Experiment(ABC, Generic[_Case]):
         return 0
 
     def set_up(self) -> None:
-        """Make what all cases share; collective."""
+        """Make the parts that all cases share; collective."""
 
     def source(self) -> torch.Tensor:
-        """Return what the read ceiling reads: much more than the L2 cache holds."""
+        """Return the read ceiling's buffer, which is much larger than the L2 cache."""
         return torch.zeros(self.read_bytes[self.backend] // 4, dtype=torch.int32, device=self.device)
 
     def updated_rows(self) -> Sequence[int]:
@@ -193,7 +193,7 @@ class Experiment(ABC, Generic[_Case]):
     @classmethod
     @abstractmethod
     def tables(cls, lines: Sequence[dict[str, Any]]) -> Iterable[Any]:
-        """Return what to print of a record: tables and texts."""
+        """Return the tables and texts of a record."""
 
     @classmethod
     @abstractmethod
@@ -204,7 +204,7 @@ class Experiment(ABC, Generic[_Case]):
 
     @classmethod
     def label_on(cls, name: str, backend: str) -> str:
-        """Return what tables call a method on a backend."""
+        """Return the name of a method in tables, on a backend."""
         is_gpu = backend == "cuda"
         return cls.labels[name].format(collective="NCCL" if is_gpu else "gloo", product="cuBLAS" if is_gpu else "torch")
 

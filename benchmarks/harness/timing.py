@@ -33,7 +33,7 @@ _BATCH_CYCLES = 3_000_000  # about 1.6 ms on H200, in which the host queues a ba
 
 @dataclass(frozen=True)
 class Subject:
-    """What is timed: `replay` runs `calls` calls of a method, each on another set of inputs."""
+    """A subject of timing: `replay` runs `calls` calls of a method, each on another set of inputs."""
 
     replay: Callable[[], object]
     calls: int

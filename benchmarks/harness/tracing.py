@@ -51,7 +51,7 @@ def timeline_of(
 def write_timeline(
     world: World, timeline: Timeline, path: Path, write: Callable[..., None], fields: Mapping[str, Any]
 ) -> None:
-    """Write what a timeline comes to into the record, and draw its last launch beside the file, on PE 0; collective."""
+    """Write a timeline's sums into the record, and draw its last launch beside the file, on PE 0; collective."""
     try:
         if world.rank == 0:
             _write_and_draw(timeline, path, write, fields)
@@ -121,7 +121,7 @@ def tracing_cost(
 
 
 def timeline_tables(lines: Sequence[dict[str, Any]]) -> Iterable[Table | str]:
-    """Return what to print of a record of timelines."""
+    """Return the tables of a record of timelines."""
     found = select(lines, "timeline")
     table = Table(title="means over launches; shares of the warps' time")
     for column in (

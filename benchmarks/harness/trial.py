@@ -42,18 +42,18 @@ class Trial(ABC):
 
     @abstractmethod
     def check(self) -> dict[str, Any]:
-        """Compare the methods' results with what they should be; collective.
+        """Compare the methods' results with the expected ones; collective.
 
         Returns:
             "failures", each "METHOD, what is wrong" on this PE, and numbers, of which the record gets the PEs' largest.
         """
 
     def subject(self, world: World, name: str, calls: list[Callable[[], object]]) -> Subject:
-        """Return what is timed: on GPUs one graph of the calls."""
+        """Return the timed subject: on GPUs one graph of the calls."""
         return record(world, calls)
 
     def check_replays(self, subjects: Mapping[str, Subject]) -> list[str]:
-        """Compare what is timed with plain calls; collective. Returns failures as `check` does."""
+        """Compare the timed calls with plain calls; collective. Returns failures as `check` does."""
         return []
 
     def measured(self, name: str, calls: int) -> dict[str, Any]:

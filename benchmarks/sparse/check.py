@@ -26,7 +26,7 @@ _COMPARED_ELEMENTS = 1 << 26
 
 @dataclass(frozen=True)
 class Reference:
-    """What the result of one input should be, on every PE.
+    """The expected result of one input, on every PE.
 
     Attributes:
         union: `[u]`, int64, sorted.
@@ -83,7 +83,7 @@ def reference(world: World, rows: RowSet, union: torch.Tensor) -> tuple[Referenc
 
 
 def difference(result: Result, expected: Reference, *, exactly: bool) -> tuple[list[str], float]:
-    """Compare a result with what it should be.
+    """Compare a result with the expected one.
 
     Args:
         result: indices and values.

@@ -72,7 +72,7 @@ class ModelConfig:
             raise ValueError(f"vocab must be below {_MAX_VOCAB}, got {self.vocab}")
 
     def cut(self, parts: int) -> ModelConfig:
-        """Return a model of which one PE has what it would have of this one in a world `parts` times as large.
+        """Return a model of which one PE has the same part as of this one in a world `parts` times as large.
 
         Raises:
             ValueError: heads or SwiGLU do not divide by `parts`.
@@ -109,7 +109,7 @@ SIZES = {
 
 
 def _checked(document: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the configuration where this decoder computes what it describes; ValueError naming what it does not."""
+    """Return the configuration if this decoder computes it; ValueError names the unsupported part."""
     kind = document.get("model_type")
     if kind not in _ARCHITECTURES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(_ARCHITECTURES)}, got {kind!r}")
@@ -178,7 +178,7 @@ def config_of_folder(folder: Path) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Partition:
-    """Who holds what: one share per PE, in rank order.
+    """The division of the model: one share per PE, in rank order.
 
     Attributes:
         kv_heads: key and value heads, each with its group of query heads.

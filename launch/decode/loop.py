@@ -68,7 +68,7 @@ class _Pe:
         self.notes: list[str] = []
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every PE's value (what JSON can carry), in rank order; collective."""
+        """Return every PE's value (of JSON types), in rank order; collective."""
         return gather(value, timeout=self.options.timeout)
 
     @property
@@ -180,7 +180,7 @@ class _Pe:
     # ---- methods ---------------------------------------------------------------------------------------------------
 
     def methods(self) -> dict[str, Method]:
-        """Return what is compared, by its label; what cannot run here is noted."""
+        """Return the subjects of the comparison, by label; note those that cannot run here."""
         product = "cuBLAS" if self.on_gpu else "matmul"
         fused: dict[str, Method] = {"fused": Fused(), "fused sums": FusedSums(), "fused norm": FusedNorm()}
         if po.world_size() == 1:
@@ -269,7 +269,7 @@ class _Pe:
         return seconds_of(steps) / self.options.tokens
 
     def prefill(self, decoder: Decoder, sequences: Sequences) -> dict[str, Any]:
-        """Run the prompts, twice, because the first time warms up; returns what path they took and how long."""
+        """Run the prompts twice; the first run warms up. Return the paths taken and the time."""
         seconds = 0.0
         for _ in range(2):
             po.barrier()
@@ -293,7 +293,7 @@ class _Pe:
 
 
 def _can_compile() -> bool:
-    """Return whether torch.compile has what it needs for GPUs: Triton, a C compiler and Python's headers for it."""
+    """Return whether torch.compile has its tools for GPUs: Triton, a C compiler and Python's headers for it."""
     has_headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
     has_compiler = any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "cc", "clang"))
     return importlib.util.find_spec("triton") is not None and has_headers and has_compiler
@@ -382,7 +382,7 @@ def _measure(pe: _Pe) -> dict[str, Any]:
 
 
 def _description(pe: _Pe) -> dict[str, Any]:
-    """Return what was run on what."""
+    """Return the description of the run: hardware, versions and model."""
     config: ModelConfig = pe.config
     return {
         **where_it_ran(),

@@ -164,7 +164,7 @@ class SymmetricMemory(Method):
 
 @contextlib.contextmanager
 def _no_multicast_objects() -> Iterator[None]:
-    """Let CUDA's Python bindings make no NVLink multicast object meanwhile: RuntimeError for who asks them for one."""
+    """Let CUDA's Python bindings make no NVLink multicast object meanwhile: RuntimeError if one is asked for."""
     driver = importlib.import_module("cuda.bindings.driver")
     original = driver.cuMulticastCreate
 

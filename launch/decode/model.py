@@ -172,7 +172,7 @@ class Decoder:
         return logits
 
     def step_without_layers(self, sequences: Sequences, kernels: Kernels) -> torch.Tensor:
-        """Do what a step does besides its layers: what has to be subtracted to get the time of the layers."""
+        """Do the work of a step outside of its layers. Its time is subtracted to get the time of the layers."""
         residual = F.embedding(sequences.tokens, self._embedding)
         logits, tokens = self._choose(kernels.norm(residual, self._final_norm), kernels)
         sequences.advance(tokens)

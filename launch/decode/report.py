@@ -35,7 +35,7 @@ def seconds_per_token(method: dict[str, Any]) -> float:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the results, one line each."""
+    """Return the errors of the results, one line each."""
     found = []
     for method in report["methods"]:
         if not method["is_repeatable"]:
@@ -57,7 +57,7 @@ def passed(report: dict[str, Any]) -> bool:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Print what ran where, the times of each method, how far the results agree, and how to read all this."""
+    """Print hardware and shapes, the times of each method, how far the results agree, and an explanation."""
     options = report["options"]
     length = options["prompt_length"] if options["prompt"] is None else len(options["prompt"])
     console.print(f"\n[bold]Decode loop[/] {hardware_of(report)}")

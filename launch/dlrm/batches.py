@@ -78,7 +78,7 @@ class Batches:
         self._lock = threading.Lock()  # threads read
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the batches; the number of PEs does not."""
+        """Return the values that decide the batches; the number of PEs does not."""
         return {
             "source": self.source.identity(),
             "num_rows": list(self.source.num_rows),

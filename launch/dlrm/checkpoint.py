@@ -38,7 +38,7 @@ _EMBEDDING = "embedding"
 
 @dataclass(frozen=True)
 class Progress:
-    """What all PEs have alike.
+    """The state that all PEs share.
 
     Attributes:
         identity: what decides the losses.
@@ -149,7 +149,7 @@ def load(folder: Path, identity: dict[str, Any], embedding: EmbeddingModule) -> 
 
 
 def _changed(name: str, saved: Any, wanted: Any) -> list[str]:
-    """Say what differs, each by its path of names."""
+    """Return the differences, each with its path of names."""
     if isinstance(saved, dict) and isinstance(wanted, dict):
         prefix = f"{name}." if name else ""
         told = [key for key in wanted if key in saved or key not in _ADDED]

@@ -37,7 +37,7 @@ def checked(
     hotness: Sequence[int],
     where: Callable[[str, int], str],
 ) -> Records:
-    """Turn what a file holds into records; a row is an id modulo the rows of its table (`rows_of`).
+    """Turn a file's contents into records; a row is an id modulo the rows of its table (`rows_of`).
 
     Args:
         dense: as in `Records`.

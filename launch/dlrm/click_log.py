@@ -124,7 +124,7 @@ class ClickLog:
         return self._draw(numbers)[0]
 
     def probabilities(self, numbers: IntArray) -> _Doubles:
-        """Return what the labels of these samples were drawn with, `[n]`."""
+        """Return the probabilities with which the labels of these samples were drawn, `[n]`."""
         return self._draw(numbers)[1]
 
     def best_auroc(self, first: int = 0, num_samples: int | None = None) -> float:

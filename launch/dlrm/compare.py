@@ -212,7 +212,7 @@ def _with_fbgemm(
 
 
 def _tables_optimizer(options: Options, device: torch.device) -> Callable[..., torch.optim.Optimizer]:
-    """Return what makes the optimizer of tables: torch's, or, as it has no row-wise Adagrad, one of its operators."""
+    """Return the constructor of the tables' optimizer: torch's; torch has no row-wise Adagrad, so `RowUpdate`."""
     rate = options.table_learning_rate
     if options.optimizer == "rowwise_adagrad":
         width = options.preset.dim
@@ -235,7 +235,7 @@ def _held(training: Training, *, only_whole: bool) -> list[_Held]:
 
 
 def _synchronize() -> None:
-    """Wait for all that this PE has launched, and raise what it reports."""
+    """Wait for all launches of this PE, and raise their errors."""
     po.check()
     if po.backend() == "cuda":
         torch.cuda.synchronize()

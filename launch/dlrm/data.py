@@ -22,7 +22,7 @@ _MAPPED_BLOCK = 64  # samples of a mapped file that stay together when the order
 
 @dataclass(frozen=True)
 class Data:
-    """What trains and what evaluates.
+    """The training data and the evaluation data.
 
     Attributes:
         name: for people.
@@ -38,14 +38,14 @@ class Data:
     log: ClickLog | None = None
 
     def best_auc(self) -> float | None:
-        """Return the AUC of the probabilities that labels were drawn with, over what evaluates; None for files."""
+        """Return the AUC of the probabilities that labels were drawn with, over the evaluation data; None for files."""
         if self.log is None:
             return None
         return self.log.best_auroc(self.train.num_samples, self.evaluation.num_samples)
 
 
 def open_data(options: Options) -> Data:
-    """Open what the options name.
+    """Open the data that the options name.
 
     Raises:
         ValueError: it cannot be read, is malformed, or has too few samples.

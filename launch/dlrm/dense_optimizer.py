@@ -35,7 +35,7 @@ _KERNELS = ("foreach", "fused", "capturable")  # of a group: which kernels make 
 def make_capturable(
     optimizer: str, parameters: Iterable[torch.nn.Parameter], rate: float, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the same optimizer as `DENSE_OPTIMIZERS`, such that its step can be captured.
+    """Return the same optimizer as `DENSE_OPTIMIZERS`, with a step that can be captured.
 
     Torch reads a rate in a tensor on the device alone where SGD is fused, or Adagrad works on lists of tensors.
     Adagrad reads its counts of steps on the host, which is where they have to be.
@@ -61,7 +61,7 @@ def set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def rate_of(group: dict[str, Any]) -> float:
-    """Return a group's learning rate, as it was set; what somebody else has filled its tensor with is that number."""
+    """Return a group's learning rate, as it was set; a number that other code wrote to its tensor counts too."""
     rate, exact = group["lr"], group.get(_EXACT)
     if exact is not None and isinstance(rate, torch.Tensor) and float(torch.tensor(exact, dtype=rate.dtype)) == rate:
         return float(exact)

@@ -14,7 +14,7 @@ __all__ = ["EmbeddingModule", "PlainEmbedding"]
 
 
 class EmbeddingModule(Protocol):
-    """What the training asks of an embedding module, an `nn.Module` whose tables may be spread over the PEs.
+    """The interface of an embedding module, an `nn.Module` whose tables may be spread over the PEs.
 
     On every PE, once a step: `input_dist` sends the lookups of the PE's own samples, of which there may be none, to the
     tables; the forward pass, called with what that returned, pools them; autograd calls the backward pass. Between the
@@ -45,7 +45,7 @@ class EmbeddingModule(Protocol):
         """
 
     def __call__(self, features: Any) -> torch.Tensor:
-        """Run `forward`: pool what `input_dist` has sent.
+        """Run `forward`: pool the lookups that `input_dist` has sent.
 
         Returns:
             `[B, sum of D]`, the features' pooled rows in the order of features, whatever the tables' placement.

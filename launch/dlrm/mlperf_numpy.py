@@ -187,7 +187,7 @@ def _array(file: IO[bytes], name: str, end: int) -> _Array:
 
 @contextlib.contextmanager
 def _is_whole(name: str, kind: str) -> Iterator[None]:
-    """Name the file in whatever is raised: damage ends in many kinds of errors of numpy, zipfile and tokenize."""
+    """Name the file in any error: damage ends in many kinds of errors of numpy, zipfile and tokenize."""
     try:
         yield
     except Exception as error:

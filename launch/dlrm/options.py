@@ -223,7 +223,7 @@ class Options:
         return Sizes(dims=dims, num_dense=num_dense, interaction=self.interaction, **preset.sizes)
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the losses beside samples and sizes: a checkpoint of other choices is refused."""
+        """Return the choices that decide the losses besides samples and sizes: a checkpoint of others is refused."""
         names = ("optimizer", "learning_rate", "table_learning_rate", "precision", "seed")
         chosen = {name: getattr(self, name) for name in names}
         return chosen | {"wire": self.wire or self.precision, "schedule": dict(vars(self.schedule))}

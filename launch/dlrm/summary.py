@@ -20,7 +20,7 @@ AUC_MARGIN = 0.01
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the results, one line each."""
+    """Return the errors of the results, one line each."""
     if "compared" in report:
         tolerance = report["compared"]["tolerance"]
         return [
@@ -48,7 +48,7 @@ def _judges_auc(report: dict[str, Any]) -> bool:
 
 
 def print_summary(report: dict[str, Any], console: Console) -> None:
-    """Print what was done on what, how fast, and whether it is right."""
+    """Print the training and its hardware, the speed, and whether the result is right."""
     options = report["options"]
     interaction = {"dcn": "DLRM-DCNv2", "dot": "DLRM with the dot interaction"}[options["interaction"]]
     console.print(f"\n[bold]{interaction}[/] {hardware_of(report)}", highlight=False)

@@ -63,7 +63,7 @@ class Plan:
 
 @dataclass
 class History:
-    """What a training gave, the same on every PE.
+    """The result of a training, the same on every PE.
 
     Attributes:
         losses: the mean binary cross-entropy of each step's global batch.
@@ -222,7 +222,7 @@ class Training:
             sent = following
 
     def evaluate(self) -> dict[str, float]:
-        """Return loss and AUC over the samples that evaluate, whatever their batches and the number of PEs.
+        """Return loss and AUC over the samples that evaluate, for any batches and any number of PEs.
 
         Raises:
             ValueError: there are no such samples, or a prediction is NaN.
@@ -297,7 +297,7 @@ class Training:
                 self._optimizer.state[own][name].copy_(state)
 
     def wait(self) -> None:
-        """Wait for the steps under way, and raise what they have reported."""
+        """Wait for the steps under way, and raise their errors."""
         if self._watch is not None:
             self._watch.wait()
 

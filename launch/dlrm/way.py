@@ -45,7 +45,7 @@ def make_collection(options: Options, data: Data) -> po.nn.ShardedEmbeddingBagCo
 
 
 def placement_of(options: Options, num_rows: Sequence[int]) -> dict[str, TablePlacement]:
-    """Return where tables of so many rows are to lie, by name."""
+    """Return the placement of tables of these sizes, by name."""
     kind = "auto" if options.placement == "auto" else "table_wise"
     chosen = {f"t{number}": TablePlacement(kind) for number in range(len(num_rows))}
     if options.placement == "model":

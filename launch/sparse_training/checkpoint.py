@@ -15,7 +15,7 @@ __all__ = ["Checkpoint", "load", "save"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a training needs to go on as if it had not been interrupted.
+    """The state that a training needs to continue as if it had not been interrupted.
 
     Attributes:
         identity: what decides the losses, and the text's digest.

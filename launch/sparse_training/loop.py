@@ -64,7 +64,7 @@ class _Pe:
         self.norms: list[float] = []
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return every PE's value (what JSON can carry), in rank order; collective."""
+        """Return every PE's value (of JSON types), in rank order; collective."""
         return gather(value, timeout=self.options.timeout)
 
     def new_model(self) -> WordVectors:
@@ -165,7 +165,7 @@ class _Pe:
         return dict(self.exchange({"losses": losses, "norms": norms})[0])
 
     def neighbors(self) -> dict[str, list[tuple[str, float]]]:
-        """Return the nearest words of those asked for, of which the text has some."""
+        """Return the nearest words of each requested word that the text has."""
         numbers = {word: number for number, word in enumerate(self.corpus.words)}
         found = {}
         for word in self.options.words:

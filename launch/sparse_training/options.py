@@ -85,6 +85,6 @@ class Options:
         return Path(self.output) / "loss.png"
 
     def identity(self) -> dict[str, Any]:
-        """Return what decides the losses, beside the text: a checkpoint of other choices cannot be resumed."""
+        """Return the choices that decide the losses besides the text: a checkpoint of others cannot be resumed."""
         names = ("dim", "window", "negatives", "batch", "learning_rate", "seed")
         return {name: getattr(self, name) for name in names}

@@ -35,7 +35,7 @@ def _difference(actual: list[float], expected: list[float]) -> float:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the results, one line each."""
+    """Return the errors of the results, one line each."""
     found = []
     for what, difference in zip(("losses", "norms of gradients"), differences(report), strict=True):
         if difference > TOLERANCE:
@@ -46,7 +46,7 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def passed(report: dict[str, Any]) -> bool:
-    """Return whether the training gave what one process gives."""
+    """Return whether the training gave the same result as one process."""
     return not problems(report)
 
 
@@ -68,7 +68,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """Print what was trained, how fast, whether it is right, what the vectors know, and where the files are."""
+    """Print the training, its speed, whether it is right, the vectors' nearest words, and the files."""
     options = report["options"]
     console.print(f"\n[bold]Sparse embedding training[/] {hardware_of(report)}")
     lines = [

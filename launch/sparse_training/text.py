@@ -96,7 +96,7 @@ def read_corpus(
 
 
 def _parts(text: str | None) -> tuple[str, list[Path]]:
-    """Return what the text is called, and its files."""
+    """Return the name of the text, and its files."""
     if text is None:
         folder = Path(sysconfig.get_paths()["stdlib"])
         source, parts = "the sources of Python's standard library", list(_files(folder, (".py",), _LEFT_OUT))

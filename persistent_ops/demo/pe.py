@@ -40,7 +40,7 @@ _TABLE_SHARE_OF_FREE_MEMORY = 0.6
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What one step gave on one PE; times in seconds."""
+    """The result of one step on one PE; times in seconds."""
 
     times: dict[str, float]
     lookups: int
@@ -51,7 +51,7 @@ class _Step:
 
 @dataclasses.dataclass(frozen=True)
 class PeReport:
-    """What one PE measured; times in seconds, medians over the steps."""
+    """The measurements of one PE; times in seconds, medians over the steps."""
 
     rank: int
     backend: str

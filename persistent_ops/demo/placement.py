@@ -13,7 +13,7 @@ _BAG_OVERHEAD_ROWS = 1.0
 
 
 def lookup_costs(pooling: Sequence[float], dim: int, element_bytes: int) -> list[float]:
-    """Return what each table costs per sample, in bytes.
+    """Return the cost of each table per sample, in bytes.
 
     Args:
         pooling: mean number of rows that a sample looks up, per table.

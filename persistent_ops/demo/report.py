@@ -60,7 +60,7 @@ def _hardware(reports: Sequence[PeReport]) -> str:
 
 
 def print_report(reports: Sequence[PeReport], options: DemoOptions, console: Console) -> None:
-    """Print what ran where, how far the results differ, the times, the bytes sent and what was hidden."""
+    """Print hardware and options, how far the results differ, the times, the bytes sent and the hidden time."""
     first = reports[0]
     source = (
         options.data.name if options.data is not None else f"Zipf({ZIPF_EXPONENT}) lookups, MLPerf DLRM-DCNv2 tables"

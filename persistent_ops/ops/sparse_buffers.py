@@ -133,7 +133,7 @@ class _Delivery:
         return self.pending is None or self.pending.done()
 
     def wait(self) -> None:
-        """Call the callback, once; raise what launches have reported, bad rows each time."""
+        """Call the callback, once; raise the errors of launches, bad rows each time."""
         if self.pending is not None:
             indices, values = self.pending.pair()
             self.pending.raise_reported()

@@ -181,7 +181,7 @@ class PendingSum:
         return self._result
 
     def wait(self) -> torch.Tensor:
-        """Return the sum, the same tensor each time; raise what launches have reported."""
+        """Return the sum, the same tensor each time; raise the errors of launches."""
         tensor = self.tensor()
         self.raise_reported()
         return tensor

@@ -61,7 +61,7 @@ _PATIENCE = 32
 
 
 def bad_row(entry: int, row: int, num_rows: int) -> IndexError:
-    """Return what an entry raises that is no row of the tensor."""
+    """Return the error for an entry that is no row of the tensor."""
     return IndexError(
         f"indices: entry {entry} is row {row}, but the tensor has {num_rows} rows (valid: 0 to {num_rows - 1})"
     )
@@ -133,7 +133,7 @@ OPERATOR = Operator(
 
 
 class Layout(NamedTuple):
-    """What all PEs agree on in a call, beside the room for the result.
+    """The values that all PEs agree on in a call, besides the room for the result.
 
     Attributes:
         num_rows: R.
@@ -223,7 +223,7 @@ class Entries(NamedTuple):
 
 
 class SparseState:
-    """What a world keeps for this operator, beside plans.
+    """The state that a world keeps for this operator, besides plans.
 
     Attributes:
         rooms: by layout and tag, MAX_ROOMS at most.
@@ -364,7 +364,7 @@ class SparsePlan(Plan):
         self.place()
 
     def _reserve(self, num_words: int, workers: int, own: Need | None) -> None:
-        """See to what every launch needs; collective where the symmetric areas must grow."""
+        """Prepare the memory that every launch needs; collective where the symmetric areas must grow."""
         constants, areas, key = OPERATOR.description.constants, self._areas, self._key
         size, words = key.team.size, 1 << (num_words - 1).bit_length()
         needs = [
@@ -462,7 +462,7 @@ class SparsePlan(Plan):
 def kernel_request(
     dtype: torch.dtype, index_dtype: torch.dtype, *, row_bytes: int, is_aligned: bool, gathers: bool, is_host: bool
 ) -> KernelRequest:
-    """Return what is compiled for rows of a kind."""
+    """Return the kernel request for rows of a kind."""
     access = vector_bytes() if is_aligned else dtype.itemsize
     lanes = next((n for n in (1, 4, 8, 16) if n * access >= row_bytes), warp_size())
     return KernelRequest.of(

@@ -154,7 +154,7 @@ def _shown(field: str) -> str:
 
 
 def _diagnose(line: str, separator: str) -> str:
-    """Say what is wrong with a malformed line."""
+    """Return the error of a malformed line."""
     fields = line.split(separator)
     if len(fields) != _NUM_COLUMNS:
         name = "tab" if separator == "\t" else "comma"

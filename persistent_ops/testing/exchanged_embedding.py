@@ -334,7 +334,7 @@ class _RowsToSamples(torch.autograd.Function):
 
 
 def _exchanged(sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Send so many elements of a vector to each PE; return what comes, so many from each."""
+    """Send a number of elements of a vector to each PE; return the received ones, a number from each."""
     parts: tuple[torch.Tensor, ...] = _flat_exchanged(sent, sizes, counts).split(list(counts))
     return parts
 

@@ -59,7 +59,7 @@ def run_on_pes(
 
 
 def gather(value: Any, *, timeout: float | None = None) -> list[Any]:
-    """Return every PE's `value` (what JSON can carry) in rank order; collective, and launches nothing."""
+    """Return every PE's `value` (of JSON types) in rank order; collective, and launches nothing."""
     bootstrap = current().bootstrap
     return [json.loads(raw) for raw in bootstrap.exchange("gather", json.dumps(value).encode(), timeout=timeout)]
 

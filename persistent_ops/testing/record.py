@@ -54,7 +54,7 @@ class Recorder:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    """Append what JSON can carry to a file, as one line; numbers that it has not, such as NaN, become null."""
+    """Append JSON types to a file, as one line; numbers that JSON has not, such as NaN, become null."""
     with path.open("a") as file:
         file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
 
