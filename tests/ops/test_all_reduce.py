@@ -1,6 +1,6 @@
 """all_reduce and all_reduce_rms_norm: exact bits in every world, faults and recovery, arguments.
 
-Torch is in test_forward_only.py, graphs are in test_all_reduce_graphs.py, places of packets in
+See also: torch in test_forward_only.py, graphs in test_all_reduce_graphs.py, places of packets in
 test_all_reduce_places.py, the protocol under ThreadSanitizer in test_all_reduce_sanitizer.py.
 """
 
@@ -64,7 +64,7 @@ class TestBits(BitsSuite):
 
 
 def _rounds() -> list[Any]:
-    """Large tensors in rounds: packets in several launches, slices in many steps of one."""
+    """Large tensors in rounds: packets use several launches, slices use many steps of one launch."""
     world = po.runtime.world.current()
     problems: list[Any] = []
     OPERATOR.tune(world, Tuning(room_bytes=100 << 10))
@@ -84,7 +84,7 @@ def test_what_does_not_fit_goes_in_rounds(backend: str, transport: str) -> None:
 
 
 def _no_rows_of_a_width(width: int) -> list[Any]:
-    """A row for whose packets there is no room, as of a bias: by slices, whether there are rows or not."""
+    """A row whose packets do not fit is sent by slices, as a bias or among other rows."""
     ones, weight = torch.ones(width, device=po.device()), torch.ones(width, device=po.device())
     found: list[Any] = []
     for rows in (0, 1):
@@ -253,13 +253,13 @@ class TestFaults(ProtocolSuite):
 
 
 def _mismatch_of_slices() -> object:
-    """The same where credit is awaited before anything is sent."""
+    """The same faults where a PE awaits credit before it sends anything."""
     x = torch.ones(6, 40, dtype=torch.bfloat16, device=po.device())
     return po.all_reduce(x if po.rank() != 1 else x.half(), algorithm="slices")
 
 
 def _mismatch_of_launches() -> object:
-    """PE 1 leaves another number of rows to each launch."""
+    """PE 1 passes a different number of rows to each launch."""
     x = torch.ones(400, 1000, device=po.device())
     OPERATOR.tune(po.runtime.world.current(), Tuning(room_bytes=(400 if po.rank() == 1 else 600) << 10))
     try:
@@ -294,7 +294,7 @@ def _good(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def _part(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors of [3, 8], the second one `count` elements behind the first."""
+    """Return two tensors of [3, 8], the second one `count` elements after the first."""
     room = _good(24 + count)
     return room[:24].view(3, 8), room[count:].view(3, 8)
 
@@ -443,7 +443,7 @@ def _small_heap() -> list[Any]:
 
 
 def test_a_row_without_room_for_its_packets(backend: str) -> None:
-    want = ["ValueError", True, [True] * 3, [("slices", 1)]]  # which "auto" takes where packets would go in rounds
+    want = ["ValueError", True, [True] * 3, [("slices", 1)]]  # "auto" takes slices if packets would need rounds
     assert in_world(_small_heap, 2, backend) == [want] * 2
 
 

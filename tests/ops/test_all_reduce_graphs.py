@@ -1,4 +1,4 @@
-"""all_reduce and all_reduce_rms_norm in CUDA graphs (graphs.py), and launched before their predecessors have ended."""
+"""all_reduce and all_reduce_rms_norm in CUDA graphs (graphs.py), and launched before earlier launches have ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _turns(case: Case, world: int) -> tuple[list[Inputs], list[list[torch.Tensor
 
 
 def _successors() -> Chain:
-    """Sums and a product in a chain: every algorithm behind another one, and one into its input's place."""
+    """Sums and a product in a chain: every algorithm after another one, and one with its input as output."""
     width, rank, world = 4096, po.rank(), po.world_size()
     # One nonzero column in each row of the weights, so that sums stay small whole numbers.
     rng = torch.Generator().manual_seed(5)
@@ -50,7 +50,7 @@ def _successors() -> Chain:
         first = x.float() * world
         second = first[picks].sum(0)
         third = second * world + first
-        # Whole numbers that bf16 holds, but for the last sum, which is rounded once.
+        # Whole numbers that bf16 represents exactly. The last sum is rounded once.
         return (third * world * world + third).to(torch.bfloat16)
 
     return Chain(run, list(starts), [expected(start) for start in starts])
@@ -81,7 +81,7 @@ class TestGraphs(ChainSuite):
 
     @classmethod
     def more_calls(cls) -> list[Call]:
-        if po.backend() == "host":  # for which that is too much
+        if po.backend() == "host":  # the host would take too long
             return []
         large = Case("graphs: many rows", (300, 7168), norms=True)
         return [*(cls.call(large, way) for way in cls.ways), cls.call(Case("graphs: a sum", (300, 7168)), "auto")]

@@ -1,4 +1,4 @@
-"""Places of all_reduce's packets: empty between launches and behind recovery, whatever travels; the room for them."""
+"""Places of all_reduce's packets: empty between launches and after recovery, for any data; room for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MB = 1 << 20
 
 
 def _nans() -> list[str]:
-    """Elements with all bits set, which are NaN, and are what places of packets have where no packet lies."""
+    """Elements with all bits set, which are NaN. A place without a packet has the same bits."""
     problems = []
     for dtype in DTYPES:
         words = torch.int32 if dtype is torch.float32 else torch.int16
@@ -39,7 +39,7 @@ def test_elements_like_empty_places(backend: str) -> None:
 
 
 def _places_are_empty() -> bool:
-    """Look between two launches, while no PE has anything on its way."""
+    """Look between two launches, while no PE has packets in transit."""
     words = OPERATOR.state(po.runtime.world.current()).areas["packets"].memory
     po.barrier()
     po.check()
@@ -59,14 +59,14 @@ def test_launches_leave_places_empty(backend: str) -> None:
 
 
 def _given_up(backend: str) -> list[object]:
-    """What comes behind a launch that was given up lies in places until `recover`."""
+    """Packets that arrive after a given-up launch stay in their places until `recover`."""
     po.init(backend, operator_timeout=5.0, heap_size=32 * MB)
     x = torch.full((4, 1000), 1.5, device=po.device())
     po.all_reduce(x, algorithm="one_shot")
     po.check()
     if po.rank() == 1:
         time.sleep(8)
-    # PE 1 sends its elements when PE 0 waits no more; it has all that it needs itself.
+    # PE 1 sends its elements when PE 0 no longer waits. PE 1 has all that it needs.
     with pytest.raises(po.PeerTimeoutError) if po.rank() == 0 else contextlib.suppress(po.PersistentOpsError):
         po.all_reduce(x, algorithm="one_shot")
         po.check()
@@ -82,7 +82,7 @@ def test_recovery_empties_places(backend: str) -> None:
 
 
 def _without_room(backend: str) -> list[object]:
-    """A first call that finds no room, whose memory is somebody else's when `recover` is called."""
+    """A first call that finds no room. Another owner has the memory when `recover` is called."""
     po.init(backend, operator_timeout=20.0, heap_size=64 * MB)
     rest = po.empty((57 * MB,), dtype=torch.uint8)
     x = torch.ones(8, device=po.device())

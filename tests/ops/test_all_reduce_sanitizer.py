@@ -1,4 +1,4 @@
-"""all_reduce under ThreadSanitizer: silent as it is, and loud with a part of its protocol taken out."""
+"""all_reduce under ThreadSanitizer: no error, but one for each mutation."""
 
 from __future__ import annotations
 
@@ -184,16 +184,16 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 
 
 PLAIN = "--pes=2 --threads=3"
-STEPS = "--pes=2 --threads=3 --rows=24"  # several of each warp
+STEPS = "--pes=2 --threads=3 --rows=24"  # several rows for each warp
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
 NO_ROWS_BETWEEN = "--pes=3 --threads=2 --rows=3 --epochs=40 --empty-between=1 --slow-pe=1 --slow-us=300"
 OTHER_CONTRACT = "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6"
 OTHER_CALL = f"{OTHER_CONTRACT} --other-call=1"
-# A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
+# A PE stays away from a launch. The others give up, and run launches after it as a GPU's queue would.
 TROUBLE = "--pes=3 --threads=3 --stop-pe=1 --trouble-at=3 --queued=3 --epochs=6 --timeout-ms=1500"
 TROUBLE_STAGED = f"{TROUBLE} --staged=1 --delay-us=100"
 TROUBLE_NEAR = f"{TROUBLE_STAGED} --pes=4 --node=2"
-# Launches of several widths and grids: a place is now a near PE's, now one's that puts whole blocks.
+# Launches of several widths and grids. A place belongs at times to a near PE, at times to a PE that puts whole blocks.
 VARIED = "--pes=4 --staged=1 --node=2 --delay-us=100 --epochs=24 --varied=1"
 NANS = "--pes=3 --threads=3 --nans=1"
 CASES = {
@@ -244,7 +244,7 @@ MUTATIONS = {
     "ones_travel_as_they_are": Mutation(
         (Condition("empty-travels", "false"),), f"{NANS} --timeout-ms=1500", {Exit.TIMED_OUT}, "one_shot"
     ),
-    # One PE adds up slowly: what others have put to the places of its results is taken before these come.
+    # One PE adds up slowly. Data put to the places of its results is taken before the results come.
     "older_packets_are_put": Mutation(
         (
             Drop("none-is-put"),
@@ -290,7 +290,7 @@ MUTATIONS = {
         (Swap("step-acquire", "flag_load_acquire_sys", "flag_load_relaxed_sys"),), PLAIN, RACE
     ),
     "any_turn_will_do": Mutation((Swap("step-expected", "step", "step != 0"),), STEPS, RACE),
-    # A step's word may overtake that of the step behind it, which then never comes.
+    # A step's word may overtake the word of the next step, which then never comes.
     "no_fence_behind_put_slices": Mutation((Drop("slices-fence"),), STAGED, RACE | {Exit.TIMED_OUT}),
 }
 

@@ -1,4 +1,4 @@
-"""Arguments of types that no function takes: each is named in the error, and no internal one comes through."""
+"""Arguments of types that no function accepts. Each error names the argument, and no internal error appears."""
 
 from __future__ import annotations
 

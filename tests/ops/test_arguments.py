@@ -1,6 +1,6 @@
-"""Every way to call the package wrongly: which exception, which argument it names, what was expected and what came.
+"""All wrong calls of the package: the exception, the argument that it names, the expected and the actual value.
 
-Calls of operators run in a world of one PE unless the check is about several; no check may launch or hang.
+Operators are called in a world of one PE unless several PEs matter. No check may launch or hang.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def no_bags() -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device=po.device())
 
 
-# name -> (arguments that differ from the good ones, exception, what its message must say)
+# name -> (arguments that differ from the good ones, exception, text in its message)
 _WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
     # weights
     "float64 tables": (
@@ -266,7 +266,7 @@ def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
 def _no_tables(backend: str) -> list[tuple[Any, ...]]:
     po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     arguments = {"weights": [], "indices": nothing(), "offsets": no_bags(), "batch_per_rank": [5]}
-    results = [po.embedding_all_to_all(**arguments)]  # a PE without peers can tell that there is no column
+    results = [po.embedding_all_to_all(**arguments)]  # without peers, a PE knows that there is no column
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         results.append(po.embedding_all_to_all(**arguments, dim_per_rank=[0], dtype=dtype))
     results.append(po.embedding_all_to_all(**arguments, dim_per_rank=[0], wire_dtype=torch.bfloat16))
@@ -311,7 +311,7 @@ def _of_other_types(backend: str) -> list[str]:
         {"weights": [tables[0], None], "optimizer": optimizer},
     ]
     errors = [error_of(functools.partial(call, **changes))[:2] for changes in wrong]
-    with torch.no_grad():  # where nobody asks tables whether they require gradients
+    with torch.no_grad():  # where tables are not asked whether they require gradients
         errors += [error_of(functools.partial(call, weights=[tables[0], other]))[:2] for other in (3, None)]
     po.finalize()
     return ["; ".join(error) for error in errors]
@@ -342,7 +342,7 @@ def _widths_unknown(backend: str) -> str:
             po.embedding_all_to_all(weights, nothing(), offsets, batch_per_rank=[2, 1])
         except ValueError as error:
             message = str(error)
-    # With the widths given it works, and the PE without tables receives the other's rows.
+    # With the widths passed it works, and the PE without tables receives the other PE's rows.
     indices = good()["indices"] if po.rank() else nothing()
     result = po.embedding_all_to_all(weights, indices, offsets, batch_per_rank=[2, 1], dim_per_rank=[0, 16])
     assert result.shape == (2 - po.rank(), 16) and bool((result[:, :DIM] == 2).all())

@@ -1,4 +1,4 @@
-"""A call within another one of the same operator, as a signal handler may make it: each takes its own tensors."""
+"""A call within another call of the same operator, as in a signal handler. Each call uses its own tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from persistent_ops.runtime import world as po_world
 
 
 def _lookups(row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return those of six samples."""
+    """Return the lookups of six samples."""
     return torch.full((6,), row, device=po.device()), torch.arange(7, device=po.device())
 
 
-_TABLES: dict[int, torch.Tensor] = {}  # by world: calls of one plan have the same
+_TABLES: dict[int, torch.Tensor] = {}  # by world: calls with one plan use the same table
 
 
 def _pooled(row: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ _OPERATORS: tuple[Callable[[int], torch.Tensor], ...] = (
 
 
 def _within(operator: Callable[[int], torch.Tensor]) -> tuple[int, list[bool]]:
-    """Make a call ahead of each launch of another one; return how many, and whether all results are right."""
+    """Make a call before each launch of another call. Return the number of calls, and whether all results are right."""
     expected = [operator(number).clone() for number in (0, 1)]
     workspace = po_world.current().workspace
     launch, found, is_within = workspace.launch, [], [False]
@@ -76,7 +76,7 @@ def test_each_call_takes_its_own_tensors(backend: str, operator: Callable[[int],
 
 
 def _trained_behind_a_refused_call() -> list[float]:
-    """Pool on all PEs, PE 0 with a call within that launch, which is refused; then take a step by another call."""
+    """Pool on all PEs. On PE 0 a call within that launch is refused. Then another call makes a step."""
     table = torch.ones(3, 8, device=po.device())
     optimizer = po.EmbeddingOptimizer([table], optimizer="sgd", lr=1.0)
     workspace = po_world.current().workspace
@@ -103,6 +103,6 @@ def _trained_behind_a_refused_call() -> list[float]:
 
 
 def test_a_call_that_is_refused_is_none(backend: str) -> None:
-    """The backward pass behind it belongs to the same forward pass on all PEs."""
+    """The backward pass after it belongs to the same forward pass on all PEs."""
     for found in in_world(_trained_behind_a_refused_call, 2, backend):
         assert found == [1.0, 1.0 - 6.0, 1.0]

@@ -1,4 +1,4 @@
-"""Collective calls within torch.compile: each is made once on every PE, in program order, whoever uses its result."""
+"""Collective calls in torch.compile: each runs once on every PE, in program order, whether or not results are used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Program = Callable[[int, Tensors], torch.Tensor]
 
 
 def _given(iteration: int) -> Tensors:
-    """Return what a program gets on this PE: numbers of its own, but `same`, of which both PEs have equal ones."""
+    """Return what a program gets on this PE: its own numbers, and `same`, which is equal on both PEs."""
     rng = torch.Generator().manual_seed(10 * iteration + po.rank())
     made = {name: torch.randn(ROWS, SIZE, generator=rng) for name in ("x", "y", "h")}
     made |= {"weight": torch.randn(SIZE, SIZE, generator=rng), "norm": torch.rand(SIZE, generator=rng)}
@@ -37,7 +37,7 @@ def _given(iteration: int) -> Tensors:
 
 
 class Table(torch.nn.Module):
-    """A table as a model has it, a parameter, which CUDA graphs of torch.compile take where it lies."""
+    """A table that is a parameter of a model. CUDA graphs of torch.compile use it at its address."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def _barriers(rank: int, given: Tensors) -> torch.Tensor:
 
 
 def _mixed(rank: int, given: Tensors) -> torch.Tensor:
-    """Mix forms and operators, of which each PE uses others."""
+    """Mix forms and operators. Each PE uses other ones."""
     out = torch.empty_like(given["x"])
     total = po.all_reduce(given["x"], residual=given["same"])
     po.all_reduce(given["y"], out=out)
@@ -88,13 +88,13 @@ def _mixed(rank: int, given: Tensors) -> torch.Tensor:
 
 
 def _in_order(rank: int, given: Tensors) -> torch.Tensor:
-    """Call in an order that no result asks for: what PE 1 needs first comes last."""
+    """Call in an order that no result demands: what PE 1 needs first comes last."""
     first, second = po.all_reduce(given["x"]), po.all_reduce(given["y"])
     return (first - 2 * second).sum() if rank == 0 else torch.relu(second).sum() + first[0].sum()
 
 
 def _checkpointed(rank: int, given: Tensors) -> torch.Tensor:
-    """Recompute regions, of which PE 0 needs both, PE 1 the first, in the backward pass."""
+    """Recompute regions in the backward pass. PE 0 needs both regions, PE 1 the first."""
 
     def region(x: torch.Tensor, weight: torch.Tensor, summed: torch.Tensor) -> torch.Tensor:
         return torch.sin(x @ weight * po.all_reduce(summed))
@@ -138,7 +138,7 @@ def _run(program: Program, given: Tensors) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def _eagerly(program: Program, given: Tensors) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run a program with nothing recomputed: in eager mode each PE's autograd recomputes what that PE needs."""
+    """Run a program without recomputation. In eager mode autograd recomputes what its own PE needs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(_checkpointed.__globals__, "checkpoint", lambda region, *args, use_reentrant: region(*args))
         return _run(program, given)
@@ -157,7 +157,7 @@ def _compiled(backend: str, names: list[str], options: dict[str, str]) -> list[s
             compiled = torch.compile(program, fullgraph=True, **options)  # type: ignore[call-overload]
             for iteration in range(4):
                 if iteration == 0:
-                    _eagerly(program, _given(iteration))  # makes the plans, for which PEs meet
+                    _eagerly(program, _given(iteration))  # makes the plans, which needs all PEs
                 results, calls = [], []
                 for run in (functools.partial(_eagerly, program), functools.partial(_run, compiled)):
                     workspace.launch = lambda kernel, grid, plan, *call, **how: [  # type: ignore[assignment,misc]
@@ -239,7 +239,7 @@ def test_a_call_with_an_optimizer_breaks_the_graph(backend: str, compiler: str) 
 
 
 def _from_one_cache(backend: str, folder: str) -> tuple[int, int]:
-    """Return how many samples came and were to come, where a PE compiles after the one before it."""
+    """Return the actual and the expected number of samples. Each PE compiles after the previous one."""
     po.init(backend, operator_timeout=200.0, heap_size=64 << 20)
     batches = [2, 3]
     table, indices = torch.ones(ROWS, 4), torch.zeros(sum(batches), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Division by a product and a shift is division."""
+"""A product and a shift give the same result as a division."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_products_fit_64_bits(divisor: int) -> None:
 
 
 def test_nothing_is_divided_by_zero() -> None:
-    """A plan of nothing has it."""
+    """A plan of zero rows has a divisor."""
     assert describe("sched/divisor.cuh").queries["divisor_multiplier"](0) == 0

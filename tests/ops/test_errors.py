@@ -1,4 +1,4 @@
-"""Errors that the package keeps and raises: they hold nothing of those who called."""
+"""Errors that the package keeps and raises hold no references to objects of the caller."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _no_collector() -> Iterator[None]:
 
 
 def _outlives(call: Callable[[], object], error: type[Exception]) -> bool:
-    """Return whether what a caller has is still there when the error that it was raised is gone."""
+    """Return whether a caller's objects still exist after the error that the caller received is gone."""
 
     def attempt() -> weakref.ref[torch.Tensor]:
         tensor = torch.empty(1)
@@ -102,7 +102,7 @@ def test_neither_does_one_of_a_sum_that_is_not_there_any_more() -> None:
 
 def _unwritable() -> bool:
     def trace() -> None:
-        with po.trace(path=f"{__file__}/timeline.json"):  # in no folder
+        with po.trace(path=f"{__file__}/timeline.json"):  # this folder does not exist
             pass
 
     return _outlives(trace, OSError)

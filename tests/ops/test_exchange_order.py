@@ -144,7 +144,7 @@ def test_tasks_of_a_destination_run_slice_by_slice_or_table_by_table(list_order:
 @settings(max_examples=200, deadline=None)
 @given(case=cases_beside())
 def test_two_sequences_of_tables_run_beside_one_another(list_order: List, case: Case) -> None:
-    """Each table by table, and of the tasks so far each has had its share, to within one task."""
+    """Each sequence goes table by table. At any time each has had its share of the tasks, to within one task."""
     tasks = list_order(case, False).tasks
     for destination in range(case.size):
         found = [(task[2], task[1]) for task in tasks if task is not None and task[0] == destination]
@@ -168,7 +168,7 @@ def test_first_tasks_go_round_the_ranks(list_order: List, case: Case) -> None:
         first = [task[0] if task is not None else None for task in list_order(mine, False).tasks[:size]]
         assert first == [(rank + 1 + slot) % size for slot in range(size)]
         first_of_rank.append(first)
-    for slot in range(size):  # at no step do two PEs aim at one
+    for slot in range(size):  # at no step do two PEs send to the same PE
         assert len({first[slot] for first in first_of_rank}) == size
 
 
@@ -186,7 +186,7 @@ def test_full_delay_puts_local_tasks_last(list_order: List, case: Case) -> None:
 def test_delay_counts_rounds(list_order: List, case: Case) -> None:
     tasks = list_order(case, False).tasks
     first_local = next(i for i, task in enumerate(tasks) if task is not None and task[0] == case.rank)
-    remote_before = (case.local_delay + 1) * (case.size - 1)  # in the rounds without own tasks and the first with one
+    remote_before = (case.local_delay + 1) * (case.size - 1)  # rounds without own tasks, and the first with one
     assert first_local == min(remote_before, case.num_rounds * (case.size - 1))
 
 

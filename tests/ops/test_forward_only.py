@@ -1,4 +1,4 @@
-"""Operators that have no backward pass, in torch: opcheck, schemas, autograd, fake tensors, torch.compile."""
+"""Operators without a backward pass in torch: opcheck, schemas, autograd, fake tensors, torch.compile."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Operator(NamedTuple):
     """An operator and its function.
 
     Attributes:
-        tensors: names and shapes, in the order of the operator's schema; "N" is vectors, or nothing.
-        required: how many of them must be there.
-        choices: what follows in the schema.
+        tensors: names and shapes, in the order of the operator's schema; "N" is vectors, or absent.
+        required: number of tensors that a call needs.
+        choices: the other arguments of the schema.
         outputs: names.
         variants: options of the function that change no bit.
-        wrong: of it, what fake calls refuse too, with texts.
+        wrong: calls of the function that fake calls refuse too, with texts.
         compiler: of torch.compile.
     """
 
@@ -77,7 +77,7 @@ each_operator = pytest.mark.parametrize("name", OPERATORS)
 
 
 def _given(name: str, vectors: int = 3, dtype: torch.dtype = torch.float32, *, is_whole: bool = True) -> Tensors:
-    """Return this PE's tensors, all of them or those that must be there; what is added is the same on all PEs."""
+    """Return this PE's tensors, all or the required ones. What is added to the sum is equal on all PEs."""
     operator, found = OPERATORS[name], {}
     sizes = {"M": ROWS, "K": COLUMNS, "N": vectors}
     for number, (each, names) in enumerate(operator.tensors.items()):
@@ -96,7 +96,7 @@ def _call(name: str, given: Tensors, **options: Any) -> tuple[torch.Tensor, ...]
 
 
 def _arguments(name: str, given: Tensors) -> tuple[Any, ...]:
-    """Return those of the operator behind torch.ops."""
+    """Return the arguments of the operator in torch.ops."""
     return *(given.get(each) for each in OPERATORS[name].tensors), *OPERATORS[name].choices
 
 
@@ -108,7 +108,7 @@ def _same(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool
     return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
-# ---- the operator behind torch.ops -----------------------------------------------------------------------------------
+# ---- the operator in torch.ops ---------------------------------------------------------------------------------------
 
 
 def _opcheck(name: str) -> list[str]:
@@ -136,7 +136,7 @@ def test_the_schemas_declare_what_is_written(name: str) -> None:
 
 
 def _results(name: str, given: Tensors, want: tuple[torch.Tensor, ...]) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Return what comes of all ways to call it."""
+    """Return the results of all ways to call it."""
     of_operator = getattr(torch.ops.persistent_ops, name)(*_arguments(name, given))
     found = {"operator": of_operator if isinstance(of_operator, tuple) else (of_operator,)}
     written = _outputs(name, want)
@@ -260,7 +260,7 @@ def test_fake_tensors(backend: str, name: str) -> None:
 
 
 def _special_fakes() -> list[Any]:
-    """Vectors of which there are too many; a norm of float8; a norm whose output alone is given."""
+    """Too many vectors; a norm of float8; a norm with only its output given."""
     x, weight = torch.ones(17, COLUMNS), torch.ones(COLUMNS)
     with FakeTensorMode() as mode:
         fake, fake_weight = mode.from_tensor(x), mode.from_tensor(weight)
@@ -280,7 +280,7 @@ def test_fake_tensors_of_special_calls() -> None:
 
 
 def _block(name: str) -> Callable[..., torch.Tensor]:
-    """Return a program with both forms of the operator, between operators of torch's."""
+    """Return a program with both forms of the operator, between torch operators."""
     function = getattr(po, name)
 
     def block(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -308,6 +308,6 @@ def _compiled(name: str, counts: Sequence[int]) -> list[bool]:
 @pytest.mark.parametrize(("world", "counts"), [(1, [2, 5]), pytest.param(2, [2, 5, 16, 0], marks=pytest.mark.gpu)])
 @each_operator
 def test_compiled_function_is_one_graph(backend: str, name: str, world: int, counts: list[int]) -> None:
-    # On a busy machine one PE's compiler is slower than the other's by more than PEs wait for each other in tests.
+    # On a busy machine, compile times of the PEs differ by more than the time-out in tests.
     found = in_world(_compiled, world, backend, name, counts, operator_timeout=120.0)
     assert found == [[True] * len(counts)] * world

@@ -1,7 +1,7 @@
-"""gemv: exact bits of each PE's own product, beside the collective operators and without the other PEs.
+"""gemv: exact bits of each PE's own product, mixed with collective operators, and without the other PEs.
 
-The kernel is that of gemv_all_reduce, whose tests cover it, in graphs too; here is what a PE alone adds.
-Arguments are in test_gemv_arguments.py, torch is in test_forward_only.py.
+gemv uses the kernel of gemv_all_reduce, whose tests cover it, also in graphs. Here is what differs for a PE alone.
+See also: arguments in test_gemv_arguments.py, torch in test_forward_only.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS, COLUMNS = 21, 24
 
 
 class OwnTrial(Trial):
-    """A case with collective operators in between; PEs multiply differently often."""
+    """A case with collective operators in between. PEs make different numbers of products."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._reduced = case, CASES[0]
@@ -52,7 +52,7 @@ class OwnTrial(Trial):
             found = difference(po.gemv_all_reduce(self._weight, self._x).cpu(), self._sum)
             found = found and f"gemv_all_reduce before it: {found}"
         inputs = make_inputs(case, po.world_size(), iteration)
-        # Each PE has numbers, and often a width, of its own.
+        # Each PE has its own numbers, and often its own width.
         own = Inputs(inputs.weights[rank : rank + 1], inputs.xs[rank : rank + 1], inputs.bias, inputs.residual)
         weight, x = placed(case, own.weights[0]), placed(case, own.xs[0])
         bias, residual = (None if tensor is None else placed(case, tensor) for tensor in (own.bias, own.residual))
@@ -80,7 +80,7 @@ class TestBits(BitsSuite):
 
 
 def _alone() -> list[str]:
-    """One PE multiplies, and the others know nothing of it."""
+    """One PE multiplies, and the others do not know of it."""
     weight, x = torch.ones(ROWS, COLUMNS, device=po.device()), torch.ones(COLUMNS, device=po.device())
     results = [po.gemv(weight * (1 + call), x) for call in range(5 * (po.rank() == 1))]
     wanted = [float(COLUMNS * (1 + call)) for call in range(len(results))]
@@ -95,7 +95,7 @@ def test_is_not_collective(backend: str) -> None:
 
 
 def _places() -> list[str]:
-    """A team of one must own what it writes: nothing of it may be the world's."""
+    """A team of one must own what it writes: no part may belong to the world."""
     world = po.runtime.world.current()
     workspace = world.workspace
     shape = (8, 1, torch.float32, torch.float32, False, False, False, 1, 0)

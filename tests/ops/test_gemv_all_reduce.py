@@ -32,8 +32,8 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class TestBits(BitsSuite):
     trial = GemvTrial
     halved_by = torch.bfloat16
-    # The staged transport of the host delays and reorders; several threads per WG share its columns and its packets, as
-    # warps do on a GPU.
+    # The host's staged transport delays and reorders. Several threads per WG share its columns and packets, as warps do
+    # on a GPU.
     worlds: ClassVar = {
         "1": CaseWorld(1, CASES),
         "2": CaseWorld(2, CASES),
@@ -57,7 +57,7 @@ def _normal(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _batches(columns: int) -> list[str]:
-    """Send vectors alone and in company of others; their bits must not change."""
+    """Send vectors alone and together with others. Their bits must not change."""
     problems = []
     for number, dtype in enumerate(DTYPES):
         weight = _normal(41, columns, seed=po.rank(), dtype=dtype)
@@ -102,7 +102,7 @@ def test_a_vector_has_the_same_bits_whatever_it_travels_with(backend: str, colum
 
 
 def _grids(backend: str) -> list[str]:
-    """Divide the rows among other numbers of WGs; no bit may change."""
+    """Divide the rows among different numbers of WGs. No bit may change."""
     world = po.runtime.world.current()
     weight, x = (_normal(*shape, seed=po.rank(), dtype=torch.float16) for shape in ((333, 999), (3, 999)))
     most = world.backend.num_sms if backend == "cuda" else 5
@@ -123,7 +123,7 @@ def test_the_number_of_work_groups_changes_no_bit(backend: str) -> None:
 
 
 def _fresh_biases() -> list[str]:
-    """Pass tensors that no call has seen, which are one plan's, and shapes, more of them than plans are kept."""
+    """Pass new tensors, which use one plan, and more shapes than the number of plans that are kept."""
     problems = []
     plans = OPERATOR.state(po.runtime.world.current()).plans
     weight, x = torch.ones(9, 4, device=po.device()), torch.ones(4, device=po.device())
@@ -138,7 +138,7 @@ def _fresh_biases() -> list[str]:
     for rows in range(1, 30):
         if (output := po.gemv_all_reduce(torch.ones(rows, 4, device=po.device()), x)).tolist() != [4.0] * rows:
             problems.append(f"{rows} rows: {output.tolist()}")
-    if not 0 < len(plans) <= 9:  # "auto" and what it means are one
+    if not 0 < len(plans) <= 9:  # "auto" and the algorithm that it selects share one plan
         problems.append(f"{len(plans)} plans are kept")
     return problems
 
@@ -148,13 +148,13 @@ def test_plans_do_not_collect(backend: str) -> None:
 
 
 def _equal_but_for_nan(output: torch.Tensor, want: torch.Tensor) -> bool:
-    """NaN must be where it is wanted; its bits are nobody's promise."""
+    """NaN must be at the right places; the bits of a NaN are not specified."""
     there = ~want.isnan()
     return bool((output.isnan() == want.isnan()).all()) and torch.equal(bits(output)[there], bits(want)[there])
 
 
 def _special_inputs(dtype: torch.dtype) -> dict[str, Inputs]:
-    """What all PEs pass. Rows, columns and vectors have sizes that are no multiples of anything."""
+    """What all PEs pass. Rows, columns and vectors have odd sizes."""
     world, rows, columns, vectors = po.world_size(), 11, 19, 3
     inf, nan = float("inf"), float("nan")
     last = world - 1
@@ -202,12 +202,12 @@ def _special_inputs(dtype: torch.dtype) -> dict[str, Inputs]:
     found["overflow"] = single(
         by_rank([largest, largest, -largest], [0.0] * 3, [largest, -largest, -largest]), [1.0] * world
     )
-    # In rank order; in another one the overflow would come to nothing, or come.
+    # In rank order. In another order the overflow would disappear, or appear.
     order = [largest, largest, -largest, -largest, -largest][:world]
     found["overflow by order"] = single([[value, -value] for value in order], [1.0] * world)
     small = torch.finfo(dtype).tiny
     found["subnormal"] = single(by_rank([0.5, -1.0, 0.75], [0.25, 0.5, 0.0], [0.125, 0.25, -0.75]), [small] * world)
-    # Products that round to -0.0 in fp16 alone, after the sum: two small numbers below zero.
+    # Products that round to -0.0 in fp16 alone, after the sum: two small negative numbers.
     if dtype == torch.float16:
         found["-0.0 by rounding"] = single([[-(2.0**-17), 2.0**-17]] * world, [2.0**-17] * world, [-0.0, -0.0])
     return found
@@ -247,7 +247,7 @@ def test_special_values(backend: str, world: int) -> None:
 
 
 def test_special_values_are_special() -> None:
-    """The models above would be of no use if what is special came to nothing in them."""
+    """The special values above must appear in the models, or the tests would be useless."""
 
     def program() -> dict[str, torch.Tensor]:
         return {name: expected_bits(inputs) for name, inputs in _special_inputs(torch.float16).items()}
@@ -284,7 +284,7 @@ def test_the_bound_and_the_model_notice_errors() -> None:
             assert difference(right + 1, expected_bits(inputs)) is not None
             assert difference(right * torch.tensor([[1], [-1]]), expected_bits(inputs)) is not None
         else:
-            # Sums rounded to bf16 on their way show, since most of what is rounded is taken away again.
+            # Sums that are rounded to bf16 in transit would show, since most of the rounded value is subtracted again.
             assert bound_problem(expected_bits(inputs, case.dtype), inputs) is not None
             assert bound_problem(expected_bits(inputs, case.dtype), inputs, case.dtype) is None
         assert bound_problem(right.index_fill(1, torch.tensor([7]), float("nan")), inputs) is not None
@@ -331,7 +331,7 @@ def _huge(transport: str) -> list[str]:
 
 @pytest.mark.parametrize("transport", ["direct", pytest.param("staged", marks=pytest.mark.host)])
 def test_rows_beyond_the_room_for_packets(backend: str, transport: str) -> None:
-    """The room is a share of the heap, and of a small heap a small one."""
+    """The room is a share of the heap, so it is small in a small heap."""
     options = {"transport": "staged"} if transport == "staged" else {}
     heap_size = MB if backend == "host" else 2 * MB
     assert in_world(_huge, 2, backend, transport, heap_size=heap_size, **options) == [[], []]

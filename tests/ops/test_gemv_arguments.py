@@ -1,6 +1,6 @@
-"""Every way to call gemv and gemv_all_reduce wrongly: which exception, which argument it names, what was expected.
+"""All wrong calls of gemv and gemv_all_reduce: the exception, the argument that it names, and what was expected.
 
-Calls run in a world of one PE; no check may launch or hang, and none may leave the world changed.
+Calls run in a world of one PE. No check may launch or hang, and none may change the world.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _functions(name: str, call: Callable[..., Any]) -> dict[str, Function]:
 
 
 def _wrong(name: str, call: Callable[..., Any]) -> dict[str, Wrong]:
-    """What both refuse beside what they declare."""
+    """What both functions refuse, in addition to what they declare."""
     apart = "out: expected memory apart from"
     wrong = {
         "17 vectors": Wrong(
@@ -146,7 +146,7 @@ class TestArguments(ArgumentSuite):
 
 
 def _right_calls(backend: str) -> list[str]:
-    """Calls that look wrong and are not."""
+    """Calls that look wrong and are right."""
     po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     device = po.device()
     want = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS).sum(1).float()
@@ -178,10 +178,10 @@ def test_right_arguments(backend: str) -> None:
 
 def _full_heap(backend: str) -> tuple[list[str], str]:
     po.init(backend, operator_timeout=20.0, heap_size=2 * MB)
-    # Two blocks, since what remains of the heap behind its flags is not known here.
+    # Two blocks, since the remaining size of the heap after its flags is not known here.
     taken = [po.empty(MB, dtype=torch.uint8)]
     free_list = po.runtime.world.current().heap.free_list
-    # In turn for no packets at all, and for some of them only.
+    # First without room for any packets, then with room for some of them.
     for left in (free_list.size // 16 * 5 // 2, 4096):
         taken.append(po.empty(free_list.free_bytes - left, dtype=torch.uint8))
         outcome = outcome_of(lambda: po.gemv_all_reduce(**good()))

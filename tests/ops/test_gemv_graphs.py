@@ -1,4 +1,4 @@
-"""gemv_all_reduce and gemv in CUDA graphs (graphs.py), and launched before their predecessors have ended.
+"""gemv_all_reduce and gemv in CUDA graphs (graphs.py), and launched before earlier launches have ended.
 
 All values are small whole numbers, so every bit of every result is known.
 """
@@ -29,7 +29,7 @@ def _call(
 ) -> Call:
     rank, world, device = po.rank(), po.world_size(), po.device()
     inputs = [make_inputs(case, world, turn) for turn in range(NUM_INPUTS)]
-    # Bias and residual of one iteration serve all, since a graph reads them at one place.
+    # Bias and residual of one iteration serve all, since a graph reads them at one address.
     given = make_inputs(case, world, 3)
     assert given.bias is not None and given.residual is not None
     weight, bias, residual = (tensor.to(device) for tensor in (given.weights[rank], given.bias, given.residual))
@@ -53,7 +53,7 @@ def _call(
 
 
 def _layers() -> Chain:
-    """Layers like a decoder's: a layer's vector and residual come from the sum of the one before."""
+    """Layers like a decoder's: a layer's vector and residual come from the sum of the previous layer."""
     rank, world, width = po.rank(), po.world_size(), 256
 
     def draw(*shape: int, seed: int) -> torch.Tensor:
@@ -81,18 +81,18 @@ def _layers() -> Chain:
     return Chain(lambda x: run(x, on_device), starts, [run(start, on_host) for start in starts])
 
 
-_WIDE = 4096  # wide enough that a WG has more to read than its ring holds: the successor begins late
+_WIDE = 4096  # wide enough that a WG reads more than its ring holds, so the next launch begins late
 
 
 def _products(prefetches: tuple[bool, ...], count: int) -> Chain:
-    """Products that take the sums of the one before.
+    """Products that use the sums of the previous product.
 
     Args:
-        prefetches: whether each of the three asks for its weights meanwhile.
+        prefetches: for each of the three products, whether it prefetches its weights.
         count: of vectors.
     """
     rank, world = po.rank(), po.world_size()
-    # A row has one column that is not zero, so that sums stay small whole numbers.
+    # One column of each row is not zero, so that sums stay small whole numbers.
     rng = torch.Generator().manual_seed(5)
     picks = torch.randint(_WIDE, (3, world, _WIDE), generator=rng)
     signs = torch.randint(0, 2, picks.shape, generator=rng).to(torch.bfloat16) * 2 - 1
@@ -116,7 +116,7 @@ def _products(prefetches: tuple[bool, ...], count: int) -> Chain:
 
 
 def _decoder() -> Chain:
-    """Pairs of layers as in a decoder, of which the first one communicates with nobody."""
+    """Pairs of layers as in a decoder. The first layer of a pair does not communicate."""
     rank, world, width = po.rank(), po.world_size(), 1024
     rng = torch.Generator().manual_seed(3)
     ups = torch.zeros(3, world, width, width, dtype=torch.bfloat16)
@@ -139,7 +139,7 @@ def _decoder() -> Chain:
             x = torch.fmod(po.gemv_all_reduce(down, inner, residual=x, prefetch_weight=True), 8)
         return x
 
-    # One more, so that there is an odd number of this PE's own launches.
+    # One more, so that the number of this PE's own launches is odd.
     return Chain(run, list(starts), [expected(start) for start in starts], lambda x: po.gemv(own_ups[0], x))
 
 
@@ -197,7 +197,7 @@ def _counted() -> list[int]:
 
 
 def _overlapping() -> list[int]:
-    """Replay products with different grids beside one another, which is slow but safe; return who stays counted."""
+    """Replay products with different grids at the same time, which is slow but safe; return who remains counted."""
     device = po.device()
     streams, graphs, pairs = [torch.cuda.Stream() for _ in range(2)], [], []
     for rows, stream in zip((4096, 520), streams, strict=True):
@@ -219,7 +219,7 @@ def _overlapping() -> list[int]:
 
 
 def _invert() -> None:
-    """Sort lookups: launches of this PE alone too, whose last WG to depart leaves words zero for the next one."""
+    """Sort lookups, also in launches of this PE alone. Their last WG must leave zero words for the next launch."""
     world, device = po.runtime.world.current(), po.device()
     bags, rows = 4096, 1000
     offsets = torch.arange(bags + 1, device=device)

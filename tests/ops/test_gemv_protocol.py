@@ -1,6 +1,6 @@
-"""gemv_all_reduce's protocol: faults as every operator meets them (protocol.py), busy PEs, far epochs.
+"""gemv_all_reduce's protocol: the faults of every operator (protocol.py), busy PEs, distant epochs.
 
-Operators that follow one another are in test_turns.py.
+Sequences of operators are tested in test_turns.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _checked(iteration: int, case: Case = _CASE, **options: Any) -> bool:
 
 
 def _busy_pe(backend: str, options: dict[str, Any]) -> list[bool]:
-    """One PE has far more to multiply than the others, which wait for it inside their kernels."""
+    """One PE has far more to multiply than the others, which wait for it in their kernels."""
     po.init(backend, operator_timeout=20.0, heap_size=32 * MB, **options)
     right = []
     for busy in range(po.world_size()):
@@ -124,7 +124,7 @@ class TestFaults(ProtocolSuite):
 
 
 def _pending_error(backend: str) -> list[Any]:
-    """An error that an earlier operator left behind is raised when the peers have all launches of a call."""
+    """An error of an earlier operator is raised when the peers have all launches of a call."""
     po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     device, rows = po.device(), 65544  # more than one launch has room for
     weight, x = torch.ones(rows, 2, device=device), torch.ones(2, device=device)
@@ -177,9 +177,9 @@ def test_giving_up_is_soon_over_however_many_rows_are_missing(backend: str) -> N
 
 
 def _stale_packets(backend: str) -> list[bool]:
-    """Come again to epochs that differ from earlier ones in their upper bits alone.
+    """Return to epochs that differ from earlier epochs in their upper bits alone.
 
-    PE 1 has long to multiply: it has granted its credit, but sent nothing, when PE 0 first looks for its packets.
+    PE 1 multiplies for long. It has granted its credit, but sent nothing, when PE 0 first looks for its packets.
     """
     po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     workspace = po.runtime.world.current().workspace

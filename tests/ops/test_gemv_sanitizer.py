@@ -7,7 +7,7 @@ from typing import ClassVar
 from mutations import After, Condition, Drop, Relaxed, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
-# A PE stays away from a launch; the others give up, and run launches behind it as a GPU's queue would.
+# A PE stays away from a launch. The others give up, and run launches after it as a GPU's queue would.
 TROUBLE = "--stop-pe=1 --trouble-at=3 --queued=3 --epochs=6 --timeout-ms=1500"
 BEHIND_TROUBLE = f"--pes=3 --threads=3 --rows=30 {TROUBLE}"
 BEHIND_TROUBLE_STAGED = f"{BEHIND_TROUBLE} --staged=1 --delay-us=100"
@@ -32,7 +32,7 @@ CASES = {
     "some_are_near_late": "--pes=5 --threads=4 --rows=30 --staged=1 --node=2 --delay-us=100 --slow-pe=3",
     "launches_without_rows": NO_ROWS_BETWEEN,
     "a_wg_without_tiles": "--pes=2 --threads=3 --rows=24 --wgs=4",
-    # The other PE's are there when the long one begins.
+    # The other PE's packets have arrived when the long one begins.
     "own_sums_come_late": "--pes=2 --threads=4 --rows=8 --vectors=1 --epochs=1 --long-pe=0 --long-columns=100000 "
     "--long-timeout-ms=1",
     "behind_an_aborted_launch": BEHIND_TROUBLE,
@@ -43,7 +43,7 @@ CASES = {
 }
 
 SERVED = "--pes=2 --threads=4 --wgs=1"
-FEW_TILES = "--pes=2 --threads=4 --rows=16"  # so few that no warp has met the serving ones over a slot
+FEW_TILES = "--pes=2 --threads=4 --rows=16"  # so few that no warp and serving warp use the same slot
 STAGED = "--pes=2 --threads=2 --rows=30 --staged=1 --delay-us=300 --slow-pe=0"
 MUTATIONS = {
     "parts_are_not_awaited": Mutation(

@@ -1,6 +1,6 @@
-"""Several vectors on a GPU: warps that have a part of the columns bring it together, step by step, as they multiply.
+"""Several vectors on a GPU. Warps with a part of the columns load that part together, step by step, as they multiply.
 
-The host reads vectors where they lie, so all of this but the texts of the mutations is for GPUs.
+The host reads vectors in place, so all tests except for the texts of the mutations are for GPUs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CASES = {
 
 
 def _problems(names: list[str]) -> list[str]:
-    """Compare calls with each vector by itself, and that one with fp64."""
+    """Compare calls with a call for each vector, and that call with fp64."""
     problems = []
     for case in (CASES[name] for name in names):
         generator = torch.Generator(po.device()).manual_seed(case.rows)
@@ -74,7 +74,7 @@ def _problems(names: list[str]) -> list[str]:
 
 
 def _problems_of_sources(backend: str, root: Path) -> list[str]:
-    """Take kernels from other sources; for a process of its own, since it remembers them."""
+    """Take kernels from other sources. For a process of its own, since it keeps them."""
     jit.kernel_source_root = lambda: root  # type: ignore[assignment]
     po.init(backend, heap_size=64 << 20)
     problems = _problems(LATE_CASES)
@@ -101,7 +101,7 @@ def test_a_team_reads_late(backend: str, tmp_path: Path) -> None:
 MUTATIONS: dict[str, tuple[Edit, ...]] = {
     "warps_do_not_meet": (Drop("warps-meet"),),
     "ring_without_places_for_what_is_in_use": (Initial("ring-steps", "Traits::kDepth"),),
-    # Seldom seen without a delay: the others take as long to replace a step as these to read it.
+    # Rarely visible without a delay: replacing a step takes the other warps as long as reading it takes these.
     "teams_leave_before_they_have_read": (Drop("teams-leave"), LAST_TEAM_READS_LATE),
     "prefetched_vectors_are_not_awaited": (Drop("prefetched-await"),),
 }

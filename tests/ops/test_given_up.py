@@ -1,4 +1,4 @@
-"""What PEs come to that have given up, left or refused something: results, recoveries, traces, threads, memory."""
+"""PEs that have given up, left or refused something: their results, recoveries, traces, threads and memory."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _CALLS: dict[str, tuple[Callable[[torch.Tensor], None], tuple[int, ...]]] = {
 
 
 def _given_up(name: str) -> list[int]:
-    """Return how many elements have their old values behind a call whose peer came late, and behind the next one."""
-    current().workspace.timeout = 1.0  # of kernels; the PEs themselves wait as long as it takes
+    """Return how many elements keep their old values after a call with a late peer, and after each next call."""
+    current().workspace.timeout = 1.0  # of kernels; on the host PEs wait without limit
     call, shape = _CALLS[name]
-    with torch.inference_mode():  # whose tensors are written to in there alone
+    with torch.inference_mode():  # such tensors can be written to only in inference mode
         out, old = torch.zeros(shape), []
     call(out)
     po.barrier()
@@ -141,7 +141,7 @@ def _recovers_first() -> list[Any]:
     _first_sum()
     if po.rank() == 1:
         time.sleep(1.5)
-    x = torch.ones(4, dtype=torch.float32 if po.rank() else torch.float64)  # of no use to PE 0 alone
+    x = torch.ones(4, dtype=torch.float32 if po.rank() else torch.float64)  # PE 0 alone refuses its dtype
     told = error_of(lambda: po.all_reduce(x))[0]
     po.recover()
     return [told, _first_sum().tolist()]
@@ -160,7 +160,7 @@ def _lost(backend: str) -> list[str]:
         if po.rank() == 1:
             time.sleep(3.0)  # it waits in an operator while PE 0 gives up its recovery
             told = error_of(_first_sum)[0]
-            time.sleep(2.0)  # it leaves when PE 0 has given up, on a busy machine too
+            time.sleep(2.0)  # it leaves after PE 0 has given up, on a busy machine too
             return [told]
         errors = [error_of(po.recover)]
         errors += [error_of(call) for call in (_first_sum, _first_allocation, po.check, po.recover, po.barrier)]
@@ -171,7 +171,7 @@ def _lost(backend: str) -> list[str]:
 
 @pytest.mark.host
 def test_a_world_that_does_not_recover_is_not_used() -> None:
-    """What two PEs launch then may be anything; it must not be taken for the same."""
+    """Two PEs could launch different things then, which must not be mistaken for the same."""
     (recovery, *refused), (other,) = run_pes(_lost, 2, "host", timeout=60)
     assert recovery.startswith("BootstrapError: rank 1 of 2 did not reach 'recover'")
     assert all(text.startswith("BootstrapError: the world is lost, since po.recover()") for text in refused), refused
@@ -179,7 +179,7 @@ def test_a_world_that_does_not_recover_is_not_used() -> None:
 
 
 def _interrupted(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> list[list[str]]:
-    """Recover with an interrupt in a method of the backend, once each; then again, and a sum."""
+    """Recover with an interrupt in a method of the backend, once for each method. Then recover again, and sum."""
     found = []
     for name in names:
         po.init("host", heap_size=16 << 20)

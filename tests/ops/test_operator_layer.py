@@ -1,8 +1,8 @@
-"""What the layer below the operators carries, shown with a small operator of the suite's own, which nobody else knows.
+"""The features of the layer below the operators, shown with a small operator that only this suite knows.
 
-Its call has a member of 128 bytes and is passed by value, it has two outputs of its own kinds, a configuration, several
-launches in a row under contracts of their own, a wait and a kind of bad input that only it can put into words. It is
-launched by the world or by a PE alone, changes a table and a state, and its plans name an area that grows.
+Its call is passed by value and has a member of 128 bytes. It has two outputs of its own kinds, a configuration, several
+launches in a row with different contracts, a wait, and a kind of bad input with its own message. The world or a PE
+alone launches it. It changes a table and a state, and its plans use an area that grows.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Key(NamedTuple):
 
 
 class ProbePlan(Plan):
-    """A kernel and plan of the operator."""
+    """The operator's kernel and plan."""
 
     areas = ("scratch",)
 
@@ -163,14 +163,14 @@ class ProbePlan(Plan):
 
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' sources with the operator's file beside the others."""
+    """The kernels' sources together with the operator's file."""
     shutil.copytree(CUDA, tmp_path / "cuda")
     (tmp_path / "cuda/kernels/suite_probe.cuh").write_text(HEADER)
     monkeypatch.setattr(jit, "kernel_source_root", lambda: tmp_path / "cuda")
 
 
 class Launch:
-    """A call of the operator, as often as it is made: plan and tensors."""
+    """A call of the operator that can be repeated: plan and tensors."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ def test_bad_input_is_told_in_the_operators_words() -> None:
         launch = Launch(torch.ones(3), factor=1, negates=False)
         with pytest.raises(ValueError, match="words: 7 at 3/4") as caught:
             launch(range(7, 8))
-        launch(range(8, 9))  # and the world goes on
+        launch(range(8, 9))  # the world continues
         po.check()
         return str(caught.value)
 
@@ -265,7 +265,7 @@ def test_a_wait_is_told_in_the_operators_words_and_has_its_share_of_the_time_out
         launch.is_silent = po.rank() == 1
         began, told = time.monotonic(), ""
         try:
-            launch(range(4))  # the silent one itself has all that it waits for
+            launch(range(4))  # the silent PE itself has everything that it waits for
         except po.PeerTimeoutError as error:
             told = str(error)
         waited = time.monotonic() - began
@@ -296,7 +296,7 @@ def test_a_mismatch_names_the_operators_fields() -> None:
 
 @pytest.mark.parametrize("differing", [0, 1, 2])
 def test_who_is_told_of_a_mismatch_is_told_of_a_side_that_differs(differing: int) -> None:
-    """One PE compares and blames the first that differs; the others only hear of it, and may agree with that one."""
+    """One PE compares and blames the first PE that differs. The others get its report, and may agree with that PE."""
 
     def program() -> list[str]:
         x = torch.ones(3)
@@ -323,7 +323,7 @@ def test_who_is_told_of_a_mismatch_is_told_of_a_side_that_differs(differing: int
 
 
 def test_a_report_that_is_faster_than_the_credits_is_told_with_what_is_here_by_now() -> None:
-    """PE 1 blames PE 2; what PE 0 then has of both in epoch 7."""
+    """PE 1 blames PE 2. The test varies what PE 0 then has of both in epoch 7."""
     agrees, differs, other = 1, 2, 3
 
     def program() -> list[int]:
@@ -335,7 +335,7 @@ def test_a_report_that_is_faster_than_the_credits_is_told_with_what_is_here_by_n
             (2, (7, differs), (6, differs)),
             (2, (7, agrees), (7, differs)),
             (2, (7, differs), (7, other)),
-            (2, (7, differs), (8, other)),  # a later launch's
+            (2, (7, differs), (8, other)),  # from a later launch
             (2, (6, differs), (6, differs)),
             (0, (7, differs), (0, 0)),
         ):
@@ -356,7 +356,7 @@ def test_a_pe_alone_launches_beside_the_world() -> None:
     def program() -> list[Any]:
         world, x = current(), torch.ones(3)
         both, own = Launch(x, factor=2), Launch(x, factor=2, team=world.alone)
-        for _ in range(3 * (po.rank() == 1)):  # nobody else knows of these
+        for _ in range(3 * (po.rank() == 1)):  # the other PEs do not know of these
             own(range(4))
         both(range(4))
         contract = PROBE.contract(world.alone, False, 3)
@@ -377,7 +377,7 @@ def test_what_an_abort_does_to_the_inputs_that_a_call_changes() -> None:
         po.check()  # what was launched up to here has completed
         launch.is_silent = po.rank() == 1
         with pytest.raises(po.PeerTimeoutError):
-            _twice(launch)  # the silent one is told when it comes again
+            _twice(launch)  # the silent PE gets the error when it calls again
         po.recover()
         settled(range(4))
         launch.is_silent = False

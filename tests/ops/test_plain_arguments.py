@@ -1,4 +1,4 @@
-"""What is no plain tensor is refused by one message, and no launch: by the gate, which each tensor argument passes."""
+"""A tensor that is not plain is refused with one message, and without a launch. Each tensor argument is checked."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _sparse() -> torch.Tensor:
 
 
 class Function(NamedTuple):
-    """A public function, which is called with its tensors by name, and what makes a plain one of each of them."""
+    """A public function that is called with its tensors by name, and a function for a plain tensor of each name."""
 
     make: Callable[[], Callable[..., Any]]
     tensors: dict[str, Callable[[], torch.Tensor]]
@@ -156,7 +156,7 @@ class Own(torch.Tensor):
 
 
 class Wrapper(torch.Tensor):
-    """As a DTensor is made: a tensor without memory, around one that has it."""
+    """Like a DTensor: a tensor without memory, around one with memory."""
 
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
         wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
@@ -177,7 +177,7 @@ def _without_storage(tensor: torch.Tensor) -> torch.Tensor:
     return freed
 
 
-# what comes in place of a plain tensor -> as the error says it
+# replacement of a plain tensor -> its name in the error
 TENSORS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "subclass": (lambda tensor: tensor.as_subclass(Own), "a Own"),
     "wrapper": (Wrapper, "a Wrapper"),
@@ -209,7 +209,7 @@ def _with_tangent(call: _Call, tensor: torch.Tensor) -> None:
         call(forward_ad.make_dual(tensor, torch.ones_like(tensor)))
 
 
-# what is done with a call and its tensor -> as the error says it
+# use of a call and its tensor -> its name in the error
 CONTEXTS: dict[str, tuple[Callable[[_Call, torch.Tensor], Any], str]] = {
     "vmap": (lambda call, tensor: torch.func.vmap(call)(tensor[None]), "one inside of torch.func"),
     "vmap of others": (
@@ -228,7 +228,7 @@ _OF_NUMBERS = ("grad", "jvp", "tangent")  # contexts that take no indices
 
 
 def _refused(function: str, argument: str, chosen: tuple[str, ...] = ()) -> list[str]:
-    """Return what does not go as it should, of what is chosen or all."""
+    """Return the actions with wrong results, among the chosen ones or all."""
     make_call, makers = FUNCTIONS[function]
     call = make_call()
     good = {name: make() for name, make in makers.items()}
@@ -240,7 +240,7 @@ def _refused(function: str, argument: str, chosen: tuple[str, ...] = ()) -> list
     actions: dict[str, tuple[Callable[[], Any], str]] = {}
     for kind, (make, found) in (SPARSE_TENSORS if is_sparse else TENSORS).items():
         actions[kind] = (lambda make=make: with_it(make(makers[argument]())), found)  # type: ignore[misc]
-    if argument in _LISTS:  # which are looked at again where their memory changes
+    if argument in _LISTS:  # which are checked again if their memory changes
         actions["without storage"] = lambda: with_it(_without_storage(good[argument])), "a tensor without memory"
     for context, (within, found) in CONTEXTS.items():
         is_possible = good[argument].is_floating_point() if context in _OF_NUMBERS else True
@@ -256,7 +256,7 @@ def _refused(function: str, argument: str, chosen: tuple[str, ...] = ()) -> list
         before = current().workspace.calls.last
         with torch.set_grad_enabled(records):
             error, text, _ = error_of(action)
-        # In a transform or trace all tensors are: the first one is named.
+        # In a transform or trace, all tensors are not plain. The error names the first.
         begin = rf"\w+(\[0\])?: expected {expected}" if kind in CONTEXTS else f"{re.escape(name)}: expected {expected}"
         if error != "TypeError" or not re.match(f"{begin}, got {found}. Pass a torch.Tensor that is not a ", text):
             problems.append(f"{kind}: {error} {text}")
@@ -281,7 +281,7 @@ def test_the_gate(backend: str, function: str, argument: str) -> None:
 
 
 def _past_the_gate(function: str) -> list[str]:
-    """Pass one tensor after the other that is not plain, and all within a transform."""
+    """Pass tensors that are not plain, one at a time, and all tensors within a transform."""
     arguments = list(FUNCTIONS[function].tensors)
     problems = _refused(function, arguments[0], ("vmap of others",))
     for argument in arguments:
@@ -298,7 +298,7 @@ def test_every_tensor_passes_the_gate(backend: str, function: str) -> None:
 
 
 def _through_torch_ops() -> list[list[str]]:
-    """Differentiate operators that are called through torch.ops, for which torch would give zeros."""
+    """Differentiate operators that are called in torch.ops, for which torch would give zeros."""
     operators = torch.ops.persistent_ops
     calls = {
         "gemv": lambda x: operators.gemv(_matrix(), x, None, None, False),
@@ -335,7 +335,7 @@ def test_functions_without_tensors_are_called_outside_of_transforms(backend: str
 
 
 def _beside_a_dual() -> bool:
-    """Call an operator at a level of forward-mode AD, of which it has no tensor."""
+    """Call an operator at a level of forward-mode AD that has none of its tensors."""
     with forward_ad.dual_level():
         forward_ad.make_dual(_vector(), _vector())
         return torch.equal(po.all_reduce(_vector()), _vector())

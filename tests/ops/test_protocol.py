@@ -1,4 +1,4 @@
-"""embedding_all_to_all's protocol: faults as every operator meets them (protocol.py), bad input, a PE that exits."""
+"""embedding_all_to_all's protocol: the faults of every operator (protocol.py), bad input, a PE that exits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _checked(iteration: int, **options: Any) -> bool:
 
 
 def _first_widths(backend: str) -> list[Any]:
-    """Meet something else where the PEs would agree on the widths of tables that are new."""
+    """PE 1 calls something else where the PEs would agree on the widths of new tables."""
     po.init(backend, operator_timeout=60.0, heap_size=64 << 20)
     table = torch.ones(4, 8, device=po.device())
     world = po.world_size()
@@ -123,7 +123,7 @@ def _exits(backend: str, folder: str) -> None:
     po.barrier()
     if po.rank() == 1:
         os._exit(0)
-    assert _checked(1)  # the launcher ends the survivors once it has noticed, long before they would give up
+    assert _checked(1)  # the launcher notices and ends the survivors long before they would give up
 
 
 # ---- tests ---------------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class TestFaults(ProtocolSuite):
         return _call(1)
 
     def test_the_first_call_meets_something_else(self, backend: str) -> None:
-        """Of tables that are new: in the exchange of their widths, which sets nothing aside."""
+        """For new tables: in the exchange of their widths, which sets nothing aside."""
         results = run_pes(_first_widths, 3, backend, timeout=120)
         assert results == [["ContractMismatchError", True, True, True]] * 3
 

@@ -1,4 +1,4 @@
-"""fp16, bf16 and fp8 on the host backend convert as torch does: exactly, and rounded to nearest, ties to even."""
+"""fp16, bf16 and fp8 on the host backend convert as in torch: exactly, or rounded to nearest, ties to even."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_half_survives_the_way_there_and_back(shim: ctypes.CDLL, name: str
 
 
 def float_samples(dtype: torch.dtype) -> torch.Tensor:
-    """Floats on, half way between, and next to half way between neighboring halves; and of every exponent."""
+    """Floats at, half way between, and next to half way between neighboring halves; and floats of every exponent."""
     halves = all_halves(dtype).float()
     bits = halves.view(torch.int32).long()
     lost = 13 if dtype == torch.float16 else 16  # bits of a float's mantissa that a normal half does not keep
@@ -124,7 +124,7 @@ def round_with(shim: ctypes.CDLL, name: str, values: torch.Tensor, random: torch
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_mean_of_all_stochastic_roundings_is_the_value(shim: ctypes.CDLL, name: str) -> None:
-    """Exactly, where 16 bits are all that is behind the last place; each result is a neighbor."""
+    """Exact where only 16 bits follow the last place. Each result is a neighbor."""
     generator = torch.Generator().manual_seed(2)
     least = {"float16": 2.0**-14, "bfloat16": 2.0**-126}[name]
     normal = torch.randn(24, generator=generator) * torch.logspace(-3, 3, 24)
@@ -133,7 +133,7 @@ def test_the_mean_of_all_stochastic_roundings_is_the_value(shim: ctypes.CDLL, na
     values = torch.cat([normal, subnormal, exact])
     found = round_with(shim, name, values, torch.arange(_RANDOM_VALUES)).double()
     error = (found.mean(1) - values.double()).abs()
-    behind = 2.0**-40 if name == "float16" else 0.0  # what is finer counts for nothing
+    behind = 2.0**-40 if name == "float16" else 0.0  # finer digits do not count
     assert torch.all(error[values.abs() >= least] == 0), error
     assert torch.all(error <= behind), error
     for rounded, value in zip(found, values.double(), strict=True):
@@ -146,7 +146,7 @@ def test_the_mean_of_all_stochastic_roundings_is_the_value(shim: ctypes.CDLL, na
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_stochastic_rounding_keeps_what_it_must(shim: ctypes.CDLL, name: str) -> None:
-    """Numbers of 16 bits, infinities and NaN stay; what is beyond the largest number becomes infinite at times."""
+    """Numbers of 16 bits, infinities and NaN stay. Values above the largest number sometimes become infinite."""
     random = torch.tensor([0, 1, 32768, 65535])
     halves = all_halves(DTYPES[name])
     for column in round_with(shim, name, halves.float(), random).t():
@@ -170,7 +170,7 @@ def test_stochastic_rounding_keeps_what_it_must(shim: ctypes.CDLL, name: str) ->
     ],
 )
 def test_known_draws(shim: ctypes.CDLL, counter: tuple[int, ...], key: int, words: tuple[int, ...]) -> None:
-    """Those that the authors of Philox publish with their library."""
+    """The vectors that the authors of Philox publish with their library."""
     found = (ctypes.c_uint32 * 4)()
     shim.draw((ctypes.c_uint32 * 4)(*counter), (ctypes.c_uint64 * 1)(key), found, ctypes.c_int64(1))
     assert tuple(found) == words

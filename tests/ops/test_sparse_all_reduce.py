@@ -1,4 +1,4 @@
-"""sparse_all_reduce: exact bits over worlds, transports and row sets; special values; where results live."""
+"""sparse_all_reduce: exact bits over worlds, transports and row sets; special values; memory of results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SMALL = [case for case in FEW if case.rows <= 100]
 class TestBits(BitsSuite):
     trial = SparseTrial
     halved_by = torch.float32
-    # The staged transport of the host delays and reorders; several threads per WG share its rows, as warps do on a GPU.
+    # The host's staged transport delays and reorders. Several threads per WG share its rows, as warps do on a GPU.
     worlds: ClassVar = {
         "1": CaseWorld(1, CASES),
         "2": CaseWorld(2, CASES),
@@ -69,7 +69,7 @@ class TestBits(BitsSuite):
 
 
 def _one_by_one(inputs: list[Entries], op: str) -> Rows:
-    """Add up in the order that the operator states, an entry at a time."""
+    """Add up in the order that the operator documents, one entry at a time."""
     of_row: dict[int, torch.Tensor] = {}
     for indices, values in inputs:
         of_pe: dict[int, torch.Tensor] = {}
@@ -92,7 +92,7 @@ def test_the_model_adds_in_the_stated_order(dtype: torch.dtype, op: str) -> None
     want = _one_by_one(inputs, op)
     assert rows_problem(expected(inputs, op), want) is None
     assert bound_problem(case.rows, want, inputs, op) is None
-    if dtype == torch.float32:  # one rounding to 16 bits hides most of what order does
+    if dtype == torch.float32:  # one rounding to 16 bits hides most effects of the order
         flat = Entries(*(torch.cat(parts) for parts in zip(*inputs, strict=True)))
         backwards = [Entries(indices.flip(0), values.flip(0)) for indices, values in inputs]
         for other in ([flat, *[Entries(flat.indices[:0], flat.values[:0])] * 4], inputs[::-1], backwards):
@@ -104,7 +104,7 @@ def test_the_bound_and_the_comparison_notice_errors() -> None:
     inputs = make_inputs(case, 2, 0)
     right = expected(inputs)
     assert bound_problem(30, right, inputs) is None and rows_problem(right, right) is None
-    # Partial sums rounded to bf16 on their way, a PE or a row left out, a row elsewhere, a sum for a mean.
+    # Partial sums rounded to bf16 in transit, a missing PE or row, a row elsewhere, a sum instead of a mean.
     rounded = expected([Entries(*expected([entries])) for entries in inputs])
     fewer = expected([inputs[0], Entries(inputs[1].indices[1:], inputs[1].values[1:])])
     shifted = Rows(right.indices, right.values.roll(1, 0))
@@ -141,7 +141,7 @@ _TABLES = (1, 2, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 1000, 1023, 1025, 4
 
 @st.composite
 def _drawn(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw a case as plain data, which can be sent to other processes."""
+    """Draw a case as plain data that can be sent to other processes."""
     rows = draw(st.sampled_from(_TABLES))
     dtype = draw(st.sampled_from(DTYPES))
     row_shape = draw(st.sampled_from([(), (1,), (4,), (5,), (2, 3), (16,)]))
@@ -188,7 +188,7 @@ def _random(cases: list[dict[str, Any]]) -> list[str]:
 
 @pytest.mark.slow
 def test_random_cases(backend: str) -> None:
-    is_host = backend == "host"  # where a world costs milliseconds, and not many seconds
+    is_host = backend == "host"  # where a world takes milliseconds instead of many seconds
 
     @settings(
         max_examples=25 if is_host else 3,
@@ -214,10 +214,10 @@ def test_random_cases(backend: str) -> None:
 
 
 def _special_inputs(dtype: torch.dtype, world: int) -> list[Entries]:
-    """What all PEs pass: rows that begin as row % 16 says, in a table of 40."""
+    """What all PEs pass: rows whose first values depend on row % 16, in a table of 40."""
     inf, nan, largest, tiny = float("inf"), float("nan"), torch.finfo(dtype).max, torch.finfo(dtype).tiny
     last = world - 1
-    # (row, PE, values in order of occurrence); PE `last` is PE 0 in a world of one, and follows it there.
+    # (row, PE, values in order of occurrence). PE `last` is PE 0 in a world of one: its values follow PE 0's.
     given: list[tuple[int, int, list[float]]] = [
         (0, 0, [nan]),
         (1, 0, [1.0]), (1, last, [nan]),
@@ -245,7 +245,7 @@ def _special_inputs(dtype: torch.dtype, world: int) -> list[Entries]:
 
 
 def _without_nan(rows: Rows) -> Rows:
-    """NaN must be where it is wanted; its bits are nobody's promise."""
+    """NaN must be at the right places; the bits of a NaN are not specified."""
     return Rows(rows.indices, rows.values.masked_fill(rows.values.isnan(), 12345.0))
 
 
@@ -281,7 +281,7 @@ def test_special_values(backend: str, world: int) -> None:
 
 @pytest.mark.host
 def test_special_values_are_special() -> None:
-    """The test above would be of no use if what is special came to nothing in it."""
+    """The special values must appear in the model, or the test above would be useless."""
     inf, largest = float("inf"), torch.finfo(torch.float32).max
     found = expected(_special_inputs(torch.float32, 2)).values[:, 0]
     assert found.isnan().nonzero().flatten().tolist() == [0, 1, 2, 12, 15]
@@ -297,7 +297,7 @@ def test_special_values_are_special() -> None:
 
 
 def _forms_of_x() -> list[str]:
-    """Pass tensors as torch makes them, and as it allows them to be."""
+    """Pass tensors in all forms in which torch makes them and permits them."""
     rank, device = po.rank(), po.device()
     case = Case("forms", 50, uniform(30, 40), (6,))
     inputs = make_inputs(case, po.world_size(), 0)
@@ -329,7 +329,7 @@ def _forms_of_x() -> list[str]:
             found = form_problem(result, case) or rows_problem(taken_apart(result), want)
             if found is not None:
                 problems.append(f"{name}, {algorithm}: {found}")
-    # The sums of a PE's duplicates, of a tensor that says of itself that it is coalesced.
+    # The sums of a PE's duplicates, of a tensor that is marked as coalesced.
     parts = [Entries(*expected([entries])) for entries in inputs]
     once = torch.sparse_coo_tensor(
         parts[rank].indices[None].to(device),
@@ -351,7 +351,7 @@ def _forms_of_x() -> list[str]:
 
 
 def padded_to(memory: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a copy of values at the begin of larger memory."""
+    """Return a copy of values at the beginning of larger memory."""
     memory[: len(values)] = values
     return memory[: len(values)]
 
@@ -376,7 +376,7 @@ def test_sums_travel_in_fp32(backend: str) -> None:
 
 
 def _same_in_every_run() -> list[str]:
-    """Repeat calls while PEs come in other orders, with all ways to get a sum."""
+    """Repeat calls while the order of the PEs varies, with all ways to get a sum."""
     problems = []
     case = Case("again", 300, uniform(200, 150, 250), (33,), torch.float32, "mean")
     want = wanted(case, po.world_size(), 0)
@@ -417,7 +417,7 @@ def _huge_table(rows: int) -> list[str]:
 
 
 def test_rows_near_the_end_of_a_huge_table(backend: str) -> None:
-    """Planes of bits take R / 8 bytes for every other PE: as far as memory reasonably goes."""
+    """Bit planes take R / 8 bytes for every other PE. This is the largest reasonable size."""
     rows, heap_size = (2**31, 4 << 30) if backend == "cuda" else (2**27 + 37, 256 * MB)
     assert in_world(_huge_table, 2, backend, rows, heap_size=heap_size) == [[], []]
 
@@ -434,13 +434,13 @@ def _in_the_heap() -> dict[str, bool]:
     seen = {"values": 0 <= result._values().data_ptr() - world.backend.heap_base < world.backend.heap_bytes}
     held = [result]
     try:
-        while len(held) < 100:  # a megabyte or two each
+        while len(held) < 100:  # one or two megabytes each
             held.append(po.sparse_all_reduce(x))
     except po.SymmetricHeapError as error:
         seen["text"] = "heap_size" in str(error)
     seen["full"] = 4 < len(held) < 64
     seen["held"] = all(rows_problem(taken_apart(each), want) is None for each in held)
-    # A view is as good as the result: it keeps the memory.
+    # A view keeps the memory, like the result itself.
     row = held[0]._values()[7]
     values, copy = held[1]._values(), row.clone()
     held = []
@@ -458,7 +458,7 @@ def test_results_live_in_the_symmetric_heap(backend: str) -> None:
 
 
 def _rows_of_nothing() -> list[list[int]]:
-    """As a world's first sums of 16 bits, for which there is no room yet that other rows need."""
+    """As in a world's first sums of 16 bits, for which the room that other rows need does not exist yet."""
     rows = torch.tensor([[3, 0, 3]], device=po.device())
     x = torch.sparse_coo_tensor(rows, torch.zeros(3, 0, dtype=torch.float16, device=po.device()), (5, 0))
     x = x.coalesce() if po.rank() == 0 else x

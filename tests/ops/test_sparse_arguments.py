@@ -1,4 +1,4 @@
-"""Every wrong argument of the sparse_all_reduce functions is refused by name, and leaves the world as it was."""
+"""Every wrong argument of the sparse_all_reduce functions is refused by name, and does not change the world."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def good(entry: str) -> Arguments:
 
 
 def _is_right(arguments: Arguments, result: Any) -> bool:
-    """Look at what came; a completion_fn looks for itself."""
+    """Check the results. A completion_fn checks its own."""
     if "x" in arguments:
         rows, values = result._indices()[0], result._values()
     elif "out_count" in arguments:
@@ -72,7 +72,7 @@ _INTO = TensorSpecs(
 
 
 def _sparse_of(text: str, error: type[Exception] = ValueError, **options: Any) -> Wrong:
-    """A call of the function of sparse tensors, with such a tensor."""
+    """A call of the function for sparse tensors, with this tensor."""
     size = options.pop("size", (ROWS, COLUMNS))
     return Wrong("sparse", lambda given: {"x": _sparse(size, **options)}, error, text)
 
@@ -82,7 +82,7 @@ _PLAN = "algorithm: expected one of 'auto', 'owner', 'allgather'"
 
 
 def _of_entries(function: str) -> dict[str, Wrong]:
-    """What the functions of indices and values both refuse, beside what they declare."""
+    """What both functions of indices and values refuse, in addition to what they declare."""
     wrong = {
         "too many rows": Wrong(
             function, given_as(num_rows=2**31 + 1), ValueError, r"num_rows: .* 2\^31 rows, got 2147483649"
@@ -248,7 +248,7 @@ def _works(entry: str, arguments: Arguments) -> bool:
 
 
 def _right_calls(backend: str) -> list[str]:
-    """Calls that look wrong and are not."""
+    """Calls that look wrong and are right."""
     po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     device = po.device()
     into = good("into")
@@ -278,7 +278,7 @@ def test_right_arguments(backend: str) -> None:
 
 
 def _bad_counts(backend: str) -> list[tuple[list[str], str]]:
-    """A count below 0 or above the number of entries: what there is counts, and the error tells."""
+    """A count below 0 or above the number of entries: the existing entries count, and the error reports the count."""
     po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     given = good("into")
     outcomes = []
@@ -303,7 +303,7 @@ def test_bad_counts(backend: str) -> None:
 
 def _full_heap(backend: str) -> tuple[list[str], str]:
     po.init(backend, operator_timeout=20.0, heap_size=4 * MB)
-    # Two blocks, since what remains of the heap behind its flags is not known here.
+    # Two blocks, since the remaining size of the heap after its flags is not known here.
     taken = [po.empty(MB, dtype=torch.uint8)]
     taken.append(po.empty(po.runtime.world.current().heap.free_list.free_bytes - 4096, dtype=torch.uint8))
     x = _sparse((2**20, COLUMNS))

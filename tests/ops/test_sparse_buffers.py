@@ -1,4 +1,4 @@
-"""sparse_all_reduce_buffers and its callbacks; calls of each kind that are compiled, or meet others' errors."""
+"""sparse_all_reduce_buffers and its callbacks; calls of each kind that are compiled, or after errors of other calls."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_buffers(backend: str, options: dict[str, Any]) -> None:
 
 
 def _entries_that_are_no_rows() -> list[Any]:
-    """Without coalescing too, what is no row is told where it was passed, and the others get the rest."""
+    """Also without coalescing, the PE that passes invalid rows gets the error, and the others get the rest."""
     rank = po.rank()
     indices = torch.tensor([3, 40 if rank == 1 else 4, 3, -1 if rank == 1 else 5], device=po.device())
     values = torch.arange(4.0, device=po.device())[:, None] + 10 * rank
@@ -185,13 +185,13 @@ def _first_called_when_compiled(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["sum", "async", "buffers"])
 def test_a_first_call_may_be_compiled(backend: str, kind: str) -> None:
-    """torch.compile breaks its graph around it, and does not look into what makes its plan."""
+    """torch.compile breaks its graph at the call, and does not trace the creation of its plan."""
     assert in_world(_first_called_when_compiled, 2, backend, kind) == [[48.0] * 2] * 2
 
 
 @pytest.mark.host
 def test_a_call_imports_no_compiler() -> None:
-    """That of torch.compile, which takes seconds."""
+    """The compiler of torch.compile, whose import takes seconds."""
     program = (
         "import sys, torch, persistent_ops as po; po.init('host');"
         "x = torch.ones(3, 4).to_sparse(1); po.sparse_all_reduce(x); po.sparse_all_reduce(x, async_op=True).wait();"
@@ -215,9 +215,9 @@ def _waited_for_again(coalesce: str) -> list[Any]:
         async_op=True,
     )
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # the report is there
+        torch.cuda.synchronize()  # the report has arrived
     errors = [error_of(work.wait)[:2] for _ in range(3)]
-    po.check()  # has been told
+    po.check()  # the error has been raised before
     return [errors, given, work.done()]
 
 
@@ -273,7 +273,7 @@ def test_rows_that_differ_without_coalescing(backend: str) -> None:
 
 
 def _callback_problems() -> dict[str, Any]:
-    """Callbacks that fail, or hand back what cannot be filled; calls go on after them."""
+    """Callbacks that fail, or return what cannot be filled. Later calls work."""
     case = _BUFFERS[0]
     inputs = make_inputs(case, po.world_size(), 1)
     indices, values, _ = padded(case, inputs[po.rank()], len(inputs[po.rank()].indices))

@@ -1,6 +1,6 @@
-"""sparse_all_reduce_into: the entry for CUDA graphs. Row sets and counts that change, capacities, the torch operator.
+"""sparse_all_reduce_into, the entry for CUDA graphs: changing row sets and counts, capacities, the torch operator.
 
-Its graphs are tested as every operator's (graphs.py).
+Its graphs are tested like every operator's graphs (graphs.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INSTANCES = [
 
 
 class Into(Call):
-    """A call of sparse_all_reduce_into, whose buffers for results keep their place too."""
+    """A call of sparse_all_reduce_into. Its buffers for results keep their addresses too."""
 
     def __init__(self, case: Case, way: str, first_iteration: int = 0) -> None:
         rank, world = po.rank(), po.world_size()
@@ -75,7 +75,7 @@ class Into(Call):
         self.room.reset()
 
     def clear(self, results: object, value: float = 0.0) -> None:
-        """What is loaded takes away what the room holds."""
+        """Loading new inputs clears the room."""
 
     def problem(self, results: object, turn: int) -> str | None:
         return self.room.problem(self._rows[turn % NUM_INPUTS])
@@ -85,7 +85,7 @@ class Into(Call):
 
 
 class Sparse(Call):
-    """A call of sparse_all_reduce, whose result has a size that no graph knows."""
+    """A call of sparse_all_reduce. No graph knows the size of its result."""
 
     def __init__(self, case: Case) -> None:
         inputs = make_inputs(case, po.world_size(), 2)
@@ -124,11 +124,11 @@ class TestGraphs(GraphSuite):
         return [Sparse(case) for case in _INSTANCES]
 
 
-# ---- what a graph tells ----------------------------------------------------------------------------------------------
+# ---- errors of a graph -----------------------------------------------------------------------------------------------
 
 
 def _too_many_rows_in_a_replay() -> list[str]:
-    """A replay whose union outgrows the room tells so, and the next one is right."""
+    """A replay whose union exceeds the room reports this, and the next replay is right."""
     problems = []
     call = Into(_INSTANCES[0], "owner")
     length = len(call.indices)
@@ -162,7 +162,7 @@ def test_capacity_exceeded_in_a_replay() -> None:
 
 
 def _captured_without_buffers() -> list[str]:
-    """What the host must know the size of cannot be captured, and is none the worse for the attempt."""
+    """A call whose size the host must know cannot be captured. It works after the attempt."""
     problems = []
     case = _INSTANCES[0]
     x = to_sparse(case, make_inputs(case, 1, 1)[0])
@@ -198,11 +198,11 @@ def _capacities() -> list[str]:
         room = Room(100, (8,), dtype)
         case = Case("capacity", 600, uniform(0), (8,), dtype, index_dtype=index_dtype)
         for algorithm in INTO_ALGORITHMS:
-            # Fewer rows follow too many, and too many follow too many.
+            # Fewer rows follow too many rows, and too many follow too many.
             for turn, union in enumerate((40, 130, 100, 101, 600, 0, 131, 99)):
                 rows = torch.randperm(600, generator=torch.Generator().manual_seed(turn))[:union]
                 inputs = []
-                for pe in range(world):  # each PE has a part of the rows, and some of the others'
+                for pe in range(world):  # each PE has its own rows, and some rows of the others
                     own = torch.cat([rows[pe::world], rows[: union // 3]])
                     rng = torch.Generator().manual_seed(10 * turn + pe)
                     inputs.append(Entries(own, torch.randn(len(own), 8, generator=rng).to(dtype)))
@@ -242,7 +242,7 @@ def test_capacity_exceeded(backend: str, options: dict[str, Any]) -> None:
 
 
 def _buffers_of_one_call() -> list[bool]:
-    """Return whether the buffers of calls live on that were made with new ones each time."""
+    """Return whether buffers still exist after calls, each of which was made with new buffers."""
     entries = torch.tensor([1, 2], device=po.device()), torch.ones(2, 4, device=po.device())
     out_values = po.empty(8, 4)
     seen = []
@@ -263,7 +263,7 @@ def test_buffers_live_no_longer_than_their_owner_wants(backend: str) -> None:
 
 
 def _pending() -> list[str]:
-    """The next operator tells what the last one met, where nobody has asked before."""
+    """The next operator raises the last operator's error, if nobody has asked before."""
     case = Case("pending", 64, disjoint(20), (4,))
     inputs = make_inputs(case, po.world_size(), 0)
     room = Room(10, (4,), torch.float32)
@@ -273,7 +273,7 @@ def _pending() -> list[str]:
     with pytest.raises(po.CapacityError, match="40 rows together, but the capacity is 10: 30 too many"):
         po.sparse_all_reduce_into(indices, values, num_rows=64, **room.arguments())  # type: ignore[arg-type]
     with pytest.raises(po.CapacityError, match="30 too many"):
-        po.check()  # of the second call
+        po.check()  # the second call's error
     result = taken_apart(po.sparse_all_reduce(to_sparse(case, inputs[po.rank()])))
     found = rows_problem(result, expected(inputs), zeros_have_signs=False)
     return [] if found is None else [found]
@@ -284,7 +284,7 @@ def test_the_next_operator_raises_what_the_last_one_met() -> None:
     assert in_world(_pending, 2, "cuda") == [[], []]
 
 
-# ---- the operator behind torch.ops -----------------------------------------------------------------------------------
+# ---- the operator in torch.ops ---------------------------------------------------------------------------------------
 
 
 def _opcheck() -> list[str]:

@@ -1,4 +1,4 @@
-"""sparse_all_reduce in flight: handles of asynchronous calls, and what becomes of their results."""
+"""sparse_all_reduce in flight: handles of asynchronous calls, and the life of their results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _in_flight() -> list[str]:
             works.append((case, algorithm, po.sparse_all_reduce(x, op=case.op, algorithm=algorithm, async_op=True)))
             shape = x._values().shape
             del x
-            # The input is nobody's but the operator's now. Other memory of its size, written at once, must not be it.
+            # Only the operator holds the input now. Other memory of its size, written at once, must not be its.
             torch.full(shape, float("nan"), dtype=case.dtype, device=po.device())
         if iteration % 3 == 1:
             po.barrier()
@@ -99,7 +99,7 @@ def _counted_launches() -> list[int]:
 
 
 def _of_many_sizes() -> dict[str, int]:
-    """Sums of one layout whose unions have very different sizes, in turn: how many launches they took."""
+    """Sums of one layout, with unions of very different sizes in turn: the number of launches that they took."""
     rank, world = po.rank(), po.world_size()
     cases = [Case(f"sizes {count}", 5000, uniform(count), (8,)) for count in (900, 5, 60)]
     xs = [to_sparse(case, make_inputs(case, world, 0)[rank]) for case in cases]
@@ -117,7 +117,7 @@ def _of_many_sizes() -> dict[str, int]:
 
 
 def test_sizes_that_differ_do_not_launch_twice(backend: str) -> None:
-    # Small results in between do not take the room of large ones away; many in a row do.
+    # A few small results in between do not free the room of large ones. Many in a row do.
     assert in_world(_of_many_sizes, 2, backend) == [{"launches": 24, "room": 128}] * 2
 
 
@@ -133,7 +133,7 @@ def test_room_for_large_results_shrinks_at_once() -> None:
 
 
 def _bad_row_ends_a_loop(algorithm: str) -> dict[str, Any]:
-    """A bad row on PE 0 ends its loop over handles, and it drops them; PE 1 waits for all of its own."""
+    """A bad row on PE 0 ends its loop over handles, and PE 0 drops them. PE 1 waits for all of its handles."""
     rank, world = po.rank(), po.world_size()
     cases = [Case(f"loop {number}", 400, uniform(60), (4,)) for number in range(3)]
     seen: dict[str, Any] = {"error": "", "problems": []}
@@ -168,7 +168,7 @@ def test_a_bad_row_that_ends_a_loop_over_handles(backend: str, algorithm: str) -
 
 
 def _too_large() -> list[str]:
-    """A union that the heap has no room for fails; smaller ones behind it do not."""
+    """A union that does not fit in the heap fails. Smaller unions after it do not fail."""
     rank, world = po.rank(), po.world_size()
     small, large = Case("small", 60_000, uniform(50), (128,)), Case("large", 60_000, uniform(50_000), (128,))
     said = []
@@ -188,7 +188,7 @@ def test_a_union_too_large_for_the_heap(backend: str) -> None:
 
 
 def _over_and_over(step: int) -> list[str]:
-    """Sums of one layout, of which each next one is started before the last is waited for."""
+    """Sums of one layout. Each next sum starts before the host waits for the previous one."""
     problems = []
     rank, world = po.rank(), po.world_size()
     works = []
@@ -208,7 +208,7 @@ def _over_and_over(step: int) -> list[str]:
 
 
 def _dropped_handles() -> list[str]:
-    """Handles that nobody waits for hold one result per layout, and PEs that waited go on with those that did not."""
+    """Handles without a wait hold one result per layout. PEs that waited continue with PEs that did not."""
     problems = []
     rank, world = po.rank(), po.world_size()
     for step in range(6):
@@ -227,7 +227,7 @@ def test_dropped_handles(backend: str) -> None:
 
 
 def _waited_for_behind_the_end(backend: str) -> list[tuple[str, str]]:
-    """Handles that are held when the world is closed: of a sum that fits, of one that does not, and with buffers."""
+    """Handles held when the world is closed: of a sum that fits, of a sum that does not, and with buffers."""
     po.init(backend, operator_timeout=20.0, heap_size=32 << 20)
     device = po.device()
 
@@ -263,7 +263,7 @@ def test_handles_that_are_waited_for_behind_the_end(backend: str) -> None:
 
 
 def _many_layouts() -> list[Any]:
-    """Sums of more layouts than are remembered: handles of those that are forgotten are as good as others."""
+    """Sums of more layouts than are remembered. Handles of forgotten layouts work like others."""
     rank, world = po.rank(), po.world_size()
     problems, works, most = [], [], 0
     for number in range(11):
@@ -296,7 +296,7 @@ def test_layouts_are_forgotten_when_there_are_too_many(backend: str) -> None:
 
 
 class _Stream:
-    """Stands for a CUDA stream: what it waits for."""
+    """Replaces a CUDA stream: stores what it waits for."""
 
     def __init__(self) -> None:
         self.awaited: list[Any] = []
@@ -315,7 +315,7 @@ class _Ended:
 
 
 def _read_on_other_streams() -> list[bool]:
-    """A result that two streams have waited for, as on a GPU: who writes its buffer next waits for both."""
+    """A result that two streams have waited for, as on a GPU. The next writer of its buffer waits for both."""
     case = _FLIGHT[0]
     world = po.runtime.world.current()
     x = to_sparse(case, make_inputs(case, po.world_size(), 0)[po.rank()])
@@ -353,7 +353,7 @@ def test_the_next_result_waits_for_all_who_read_the_last_one() -> None:
 
 
 def _added_to_nothing() -> list[bool]:
-    """Gradients are accumulated by adding to what is there in place, which may be a sum without rows."""
+    """Gradients are accumulated by in-place addition. The existing tensor may be a sum without rows."""
     equal = []
     for rows in (3, 300):
         nothing = torch.empty(1, 0, dtype=torch.int64, device=po.device())

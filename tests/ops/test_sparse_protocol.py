@@ -1,6 +1,6 @@
 """Faults around sparse_all_reduce: a PE is late, stopped, killed, passes bad rows or calls something else; recovery.
 
-And far epochs. Operators that follow one another are in test_turns.py.
+Also distant epochs. Sequences of operators are tested in test_turns.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _checked(iteration: int, case: Case = _CASE, algorithm: str = "auto") -> boo
 
 
 def _busy_pe(many: int) -> list[str]:
-    """One PE has far more rows than the others, which wait for it inside their kernels."""
+    """One PE has far more rows than the others, which wait for it in their kernels."""
     problems = []
     for busy in range(po.world_size()):
         counts = [many if rank == busy else 5 for rank in range(po.world_size())]
@@ -71,7 +71,7 @@ def _busy_pe(many: int) -> list[str]:
 
 @pytest.mark.parametrize("options", TRANSPORTS)
 def test_busy_pe(backend: str, options: dict[str, Any]) -> None:
-    many = 600 if options else 30000  # through the proxy every row is an operation of the network, and takes its time
+    many = 600 if options else 30000  # in the proxy every row is a network operation, which takes time
     assert in_world(_busy_pe, 2, backend, many, **{"heap_size": 128 * MB, **options}) == [[], []]
 
 
@@ -104,7 +104,7 @@ _BAD = {
 
 
 def _bad_rows() -> list[str]:
-    """One PE passes rows that the table lacks, beside good ones; the next call has none."""
+    """One PE passes rows outside of the table, among good ones. The next call has none."""
     problems = []
     rank, world = po.rank(), po.world_size()
     room = Room(100, (4,), torch.float32)
@@ -114,7 +114,7 @@ def _bad_rows() -> list[str]:
         inputs, want = make_inputs(case, world, number % 6), wanted(case, world, number % 6)
         entries, is_bad = inputs[rank], rank == number % world
         if is_bad:
-            places = torch.tensor([0, 7, len(entries.indices)])  # of values between which bad ones come
+            places = torch.tensor([0, 7, len(entries.indices)])  # of values between which bad rows are inserted
             indices, values = list(entries.indices.tensor_split(places)), list(entries.values.tensor_split(places))
             for place in (3, 2, 1):
                 indices.insert(place, torch.tensor([bad]))
@@ -145,7 +145,7 @@ def _bad_rows() -> list[str]:
                 found = rows_problem(taken_apart(results[0]), want, zeros_have_signs=False)
             elif not is_bad:
                 found = "no result"
-            if not _checked(number % 5):  # in any case, to stay in step
+            if not _checked(number % 5):  # in any case, so that PEs stay in step
                 found = found or "the call behind it is wrong"
             if found is not None:
                 problems.append(f"{name}, {entry} {algorithm}: {found}")
@@ -159,7 +159,7 @@ def test_bad_rows_are_told_where_they_were_passed(backend: str, options: dict[st
 
 
 def _only_bad_rows() -> list[str]:
-    """All rows of all PEs are bad, or all of one: the sum is that of what is left."""
+    """All rows of all PEs are bad, or all rows of one PE. The sum contains the rest."""
     problems = []
     for iteration, algorithm in enumerate((*ALGORITHMS, "auto")):
         for are_all in (True, False):
@@ -192,7 +192,7 @@ def test_only_bad_rows(backend: str) -> None:
 
 
 def _bad_rows_behind_a_handle() -> list[tuple[str, str]]:
-    """The error of an asynchronous call comes with it, with its wait(), or with po.check(); not never."""
+    """The error of an asynchronous call is raised by the call, its wait(), or po.check()."""
     case = Case("bad rows", 100, uniform(30), (3,))
     good = to_sparse(case, make_inputs(case, po.world_size(), 0)[po.rank()])
     entries = Entries(torch.tensor([4, 100 + 7 * po.rank()]), torch.ones(2, 3))
@@ -212,7 +212,7 @@ def test_bad_rows_behind_a_handle(backend: str) -> None:
         assert found[0] == "IndexError" and str(100 + 7 * rank) in found[1] and after == ("", "")
 
 
-# ---- rows that are not as they are said to be -----------------------------------------------------------------------
+# ---- rows whose order is declared wrongly ----------------------------------------------------------------------------
 
 _NOT_COALESCED = {
     "twice": [3, 5, 5, 90],
@@ -224,7 +224,7 @@ _NOT_COALESCED = {
 
 
 def _not_coalesced() -> list[str]:
-    """One PE says that its rows ascend, which they do not: it is told, and nobody waits for ever."""
+    """One PE declares that its rows ascend, which is wrong. It gets the error, and nobody waits forever."""
     problems = []
     case = Case("not coalesced", 100, uniform(20), (4,), is_coalesced=True)
     good = Entries(torch.tensor([3, 5, 7, 90]), torch.ones(4, 4))
@@ -232,7 +232,7 @@ def _not_coalesced() -> list[str]:
     for number, (name, rows) in enumerate(_NOT_COALESCED.items()):
         is_bad = po.rank() == number % po.world_size()
         for entry, algorithm in WAYS:
-            if algorithm == "dense":  # adds up entries in whatever order they are
+            if algorithm == "dense":  # adds up entries in any order
                 continue
             entries = Entries(torch.tensor(rows), good.values) if is_bad else good
 
@@ -315,15 +315,15 @@ class TestFaults(ProtocolSuite):
 
     @classmethod
     def warm_up(cls) -> None:
-        """Kernels are compiled and other operators agree before PEs wait for each other in what does not match."""
+        """Kernels are compiled and other operators agree before PEs wait for each other in calls that do not match."""
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            for algorithm in ("allgather", "dense"):  # the first call of a layout is "owner" in any case
+            for algorithm in ("allgather", "dense"):  # the first call of a layout always uses "owner"
                 assert _checked(0, Case("compiled", 64, uniform(9), (6,), dtype), algorithm)
         assert _product(0) and _product(1)
 
 
 def _met_before(backend: str) -> dict[str, tuple[str, str, float]]:
-    """PEs that call different things which all of them have called before."""
+    """PEs make different calls, each of which all PEs have made before."""
     po.init(backend, operator_timeout=60.0, heap_size=64 * MB)
     errors = {}
 
@@ -336,7 +336,7 @@ def _met_before(backend: str) -> dict[str, tuple[str, str, float]]:
     half = replace(_OTHER, dtype=torch.float16)
     right = [_checked(2, case, algorithm) for case in (_OTHER, half) for algorithm in ALGORITHMS]
     assert all(right)
-    wide = replace(_OTHER, row_shape=(300,))  # room that "allgather" alone needs has not been set aside for it
+    wide = replace(_OTHER, row_shape=(300,))  # room that only "allgather" needs has not been set aside for it
     assert _checked(0, wide, "owner")
     note("algorithm of wide rows", lambda: _call(0, wide, "allgather" if is_other else "owner"))
     note("known shapes", lambda: _call(1, half if is_other else _OTHER, "owner"))
@@ -362,7 +362,7 @@ def test_mismatch_of_what_all_have_met_before(backend: str) -> None:
             assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
             assert "sparse_all_reduce" in text, where
             assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
-            # A PE that was only told of it may not have been told by what.
+            # A PE that only got the report may not know what differs.
             assert kind != "capacity" or "says what differs" in text or ("90" in text and "96" in text), where
 
 
@@ -370,7 +370,7 @@ def test_mismatch_of_what_all_have_met_before(backend: str) -> None:
 
 
 def _stale_flags() -> list[str]:
-    """Come again to epochs that differ from earlier ones in their upper bits alone, with other rows each time."""
+    """Return to epochs that differ from earlier epochs in their upper bits alone, with other rows each time."""
     problems = []
     workspace = po.runtime.world.current().workspace
     for algorithm in ALGORITHMS:
@@ -379,7 +379,7 @@ def _stale_flags() -> list[str]:
                 pattern = identical(40) if turn % 2 else disjoint(40)
                 case = Case(f"stale {turn}", 300, pattern, _CASE.row_shape)
                 if turn % 2 == po.rank():
-                    time.sleep(0.02)  # the peer looks for what is not there yet
+                    time.sleep(0.02)  # the peer looks for data that has not arrived
                 if not _checked(turn, case, algorithm):
                     problems.append(f"{algorithm}, distance {distance}, turn {turn}")
                 begun = int(workspace._local[0])
@@ -395,7 +395,7 @@ def test_flags_of_far_epochs_are_not_taken_for_new_ones(backend: str) -> None:
 
 
 def _plans_of_two_places() -> tuple[str, str]:
-    """Words for progress move; PE 0 launches with a plan from before, as a CUDA graph does, PE 1 with its new one."""
+    """Words for progress move. PE 0 launches with its earlier plan, as a CUDA graph does, PE 1 with its new plan."""
     po.init("host", heap_size=32 << 20, operator_timeout=20.0)
     world = po.runtime.world.current()
     indices, values = torch.arange(3), torch.ones(3, 2)

@@ -1,7 +1,7 @@
 """sparse_all_reduce under ThreadSanitizer.
 
-Not covered, because it has no effect on the host: what a lane of a warp leaves to another one, and what orders a GPU's
-memory with its network.
+Not covered, because it has no effect on the host: data that a lane of a warp leaves to another lane, and the order
+between a GPU's memory and its network.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MUTATIONS = {
     "sets_are_announced_before_they_are_stored": Mutation((Drop("sets-before-ready"),), PLAIN, RACE),
     "sets_are_not_awaited": Mutation((Condition("sets-await", "true"),), LATE, RACE),
     "any_total_will_do": Mutation((Swap("totals-flag", "packet.flag == flag", "packet.flag != 1"),), PLAIN, RACE),
-    # Of three threads at most: ThreadSanitizer remembers four accesses to a word.
-    # Alone: a PE that counts wrong would wait for rows that no other one knows.
+    # At most three threads: ThreadSanitizer remembers four accesses to a word.
+    # Alone: a PE that counts wrong would wait for rows that no other PE knows.
     "sums_are_overwritten_before_they_are_read": Mutation(
         (Drop("sums-read"),), "--pes=1 --wgs=1 --threads=3 --epochs=12", RACE
     ),
@@ -59,7 +59,7 @@ MUTATIONS = {
     "shares_are_not_awaited": Mutation(
         (Swap("shares-await", "static_cast<uint64_t>(block) + 1", "static_cast<uint64_t>(block)"),), SHARED, RACE
     ),
-    # Peers read in between, whatever the order of threads.
+    # Peers read in between, independent of the order of threads.
     "shares_are_announced_before_they_are_left": Mutation(
         (After("shares-contribute", "tell_progress(all_pes(), static_cast<uint64_t>(block) + 1); usleep(300);"),),
         SHARED,
@@ -95,9 +95,9 @@ BUILDS = {
     "owner": _build(),
     "allgather": _build(algorithm="allgather"),
     "bfloat16": _build(scalar="BFloat16", access=2),
-    # More chunks than one, and, as few WGs with far larger unions have them, blocks of several windows.
+    # Several chunks, and blocks of several windows, as when few WGs have far larger unions.
     "small_chunks": _build(Initial("chunk-words", "1"), Initial("slot-window", "2"), Initial("most-blocks", "5")),
-    # So that warps have several blocks, and WGs several chunks: the first is assembled before credits are awaited.
+    # Warps have several blocks, and WGs several chunks. The first chunk is assembled before credits are awaited.
     "small_windows": _build(Initial("slot-window", "4"), Initial("chunk-words", "1")),
 }
 

@@ -1,4 +1,4 @@
-"""embedding_all_to_all in torch: opcheck, fake tensors, autograd, torch.compile; what the import does."""
+"""embedding_all_to_all in torch: opcheck, fake tensors, autograd, torch.compile; effects of the import."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ def one_pe(program: Callable[..., Any], backend: str, *args: Any) -> Any:
     return in_world(program, 1, backend, *args)[0]
 
 
-# ---- the operator behind torch.ops ---------------------------------------------------------------------------------
+# ---- the operator in torch.ops ---------------------------------------------------------------------------------------
 
 
 def _opcheck(kind: str) -> list[str]:
     pooling = "mean" if kind == "mean" else "sum"
     factors = torch.rand(23, device=po.device()) if kind == "weighted" else None
-    # Tables that require a gradient are left to the tests below: test_aot_dispatch_dynamic runs the backward pass of
-    # what requires one, and that of torch.ops' operator raises.
+    # Tables that require a gradient are left to the tests below: test_aot_dispatch_dynamic runs their backward pass,
+    # and the backward pass of the operator in torch.ops raises.
     wire = torch.bfloat16 if kind == "wire" else None
     arguments = operator_arguments(tables(), lookups(23), factors, pooling, wire)
     operators, out = torch.ops.persistent_ops, po.empty(BATCH, TABLES * DIM, dtype=wire or torch.float32)
     problems = opcheck_problems({"plain": (operators.embedding_all_to_all, arguments, {})})
-    # The others are left out: they call the operator with clones of `out`, which are not in the symmetric heap, where
-    # it must write. That `out` is written to, and nothing else, and its fake kernel, are checked below.
+    # The others are left out: they call the operator with clones of `out` outside of the symmetric heap, where it must
+    # write. The tests below check that it writes to `out` and nothing else, and check its fake kernel.
     with_out = {"out": (operators.embedding_all_to_all_out, arguments, {"out": out})}
     return problems + opcheck_problems(with_out, ["test_autograd_registration"])
 
@@ -142,7 +142,7 @@ def _autograd() -> dict[str, Any]:
     with torch.no_grad():
         version = out._version
         unrecorded = po.embedding_all_to_all(weights, *found, out=out)
-    seen["out was written"] = out._version > version  # or a gradient that needs its old values would not notice
+    seen["out was written"] = out._version > version  # otherwise a gradient that needs its old values would be wrong
     seen["no_grad"] = not unrecorded.requires_grad and torch.equal(unrecorded, plain)
     with torch.inference_mode():
         seen["inference_mode"] = torch.equal(po.embedding_all_to_all(weights, *found), plain)
@@ -195,7 +195,7 @@ def test_fake_tensors(backend: str) -> None:
 
 
 class Interaction(torch.nn.Module):
-    """The exchange as a model uses it: tables, exchange, pairwise products of the features."""
+    """The exchange in a model: tables, exchange, pairwise products of the features."""
 
     def __init__(self, pooling: str = "sum", wire: torch.dtype | None = None) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Interaction(torch.nn.Module):
         return torch.bmm(features, features.transpose(1, 2))
 
 
-# (batch, number of lookups on each PE): lookups that change on one PE only make it compile again alone; batches that
+# (batch, number of lookups on each PE): lookups that change on one PE only, which recompiles alone; batches that
 # two PEs share evenly and unevenly.
 _CALLS = [(6, (23, 23)), (6, (30, 23)), (8, (40, 50)), (7, (33, 50)), (6, (23, 2)), (7, (1, 0))]
 

@@ -1,4 +1,4 @@
-"""Tunings of all operators: what is below what makes sense is refused where it is said, and names its field."""
+"""Tunings of all operators: a value below the sensible minimum is refused by the tuning, with its field's name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.host
 
 
 def _tunings() -> dict[str, type[Any]]:
-    """Return the operators' tunings, of all that there are."""
+    """Return the tunings of all operators."""
     found: dict[str, type[Any]] = {}
     for module in pkgutil.walk_packages(persistent_ops.ops.__path__, "persistent_ops.ops."):
         for value in vars(importlib.import_module(module.name)).values():
@@ -29,7 +29,7 @@ def _tunings() -> dict[str, type[Any]]:
 
 TUNINGS = _tunings()
 FIELDS = [(name, field) for name, tuning in TUNINGS.items() for field in dataclasses.fields(tuning)]
-LEAST = {  # what is not at least 1: bytes, shares and WGs, of which none is a choice
+LEAST = {  # fields whose least value is not 1: bytes, shares and optional WGs
     "one_shot_bytes": 0,
     "two_shot_bytes": 0,
     "gather_bytes": 0,
@@ -58,7 +58,7 @@ def test_lower_bounds(operator: str, field: dataclasses.Field[Any]) -> None:
         assert _refusal(operator, name, value) == ("ValueError", f"{expected}, got {value}")
     for wrong in (True, False, "8", [8], *([1.0] if is_whole else []), *([] if is_optional else [None])):
         assert _refusal(operator, name, wrong) == ("TypeError", f"{expected}, got {wrong!r}")
-    for value in (least, 17, 1 << 20, *([None] if is_optional else [])):  # too much, a plan tells
+    for value in (least, 17, 1 << 20, *([None] if is_optional else [])):  # a plan refuses too much
         assert getattr(tuning(**{name: value}), name) == value
     if not is_whole:
         assert _refusal(operator, name, float("nan")) == ("ValueError", f"{expected}, got nan")

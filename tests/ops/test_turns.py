@@ -1,4 +1,4 @@
-"""What shares a workspace: shapes, algorithms and operators that follow one another in any order, with late PEs."""
+"""Operators that share a workspace: shapes, algorithms and operators in any order, with late PEs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _sparse(case: sparse_cases.Case, iteration: int, way: tuple[str, str], room:
         return lambda: sparse_cases.rows_problem(sparse_cases.taken_apart(result), want, zeros_have_signs=False)
     room.reset()
     sparse_cases.call_into(case, entries, room, algorithm)
-    problem = room.problem(want)  # now: the next call has it
+    problem = room.problem(want)  # now, as the next call uses the room
     return lambda: problem
 
 
@@ -89,7 +89,7 @@ def _exchange(iteration: int) -> Problem:
 
 
 def _launch(order: torch.Generator, iteration: int, rooms: dict[str, sparse_cases.Room]) -> tuple[str, Problem]:
-    """Call what comes next; return what it was, and what looks at its result."""
+    """Make the next call; return its name, and a function that checks its result."""
 
     def one_of(choices: Any) -> Any:
         return choices[int(torch.randint(len(choices), (), generator=order))]
@@ -120,7 +120,7 @@ def _turns() -> list[str]:
             time.sleep(0.01)
         name, problem = _launch(order, turn % 5, rooms)
         pending.append((f"turn {turn}: {name}", problem))
-        if turn % 7 == 6 or turn == _TURNS - 1:  # not at each, so that launches follow each other without the host
+        if turn % 7 == 6 or turn == _TURNS - 1:  # not at each turn, so that launches follow each other without the host
             problems += [f"{where}: {found}" for where, act in pending if (found := act()) is not None]
             pending.clear()
     return problems

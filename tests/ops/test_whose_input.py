@@ -1,4 +1,4 @@
-"""Bad input is told to the caller whose it is, once all launches that peers count on are made, and to nobody else."""
+"""Bad input is reported only to the caller who passed it, after all launches that peers count on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _tensor(*values: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def _bad_forward_pass() -> None:
-    """Leave something wrong with PE 0's input that nobody has been told yet."""
+    """Leave a problem of PE 0's input that has not been reported."""
     index = 99 if po.rank() == 0 else 1
     with told_later():
         po.embedding_all_to_all([torch.ones(4, 2, device=po.device())], _tensor(0, index), _tensor(0, 1, 2))
@@ -41,7 +41,7 @@ def _sparse_gradient() -> Callable[[], torch.Tensor]:
 
 
 def _module(*names: str) -> Callable[[], torch.Tensor]:
-    poolings = ("sum", "mean", "sum")  # a group each
+    poolings = ("sum", "mean", "sum")  # one group each
     tables = [po.nn.TableConfig(f"t{n}", 4, 8 + 8 * n, [f"f{n}"], poolings[n]) for n in range(len(names))]
     sliced = po.nn.TablePlacement("column_wise", num_slices=2)
     placed = {f"t{n}": sliced if name == sliced.kind else name for n, name in enumerate(names)}
@@ -94,7 +94,7 @@ def test_a_forward_pass_of_several_groups_makes_all_its_launches(backend: str) -
 
 
 class _Collection(torch.nn.Module):
-    """As torchrec's EmbeddingBagCollection, of two tables."""
+    """Like torchrec's EmbeddingBagCollection, of two tables."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_a_module_of_a_collection_makes_all_its_launches(backend: str) -> None:
 
 
 def _told_of_a_graph(call: Callable[[], object]) -> str:
-    """Call where a replay of a graph has found no room for this PE's lookups; return what is raised."""
+    """Call after a graph replay without room for this PE's lookups; return what is raised."""
     problems = [po.CapacityError("no room")] if po.rank() == 0 else []
     (side,) = current()._side_workspaces.values()
     with pytest.MonkeyPatch.context() as patch:
@@ -159,7 +159,7 @@ def _entries(num_rows: int, *, is_bad: bool) -> torch.Tensor:
 
 
 def _sums(*are_bad: bool) -> list[Any]:
-    """Wait for sums of different sizes, which are under way together, and for the first one twice."""
+    """Wait for sums of different sizes, which are in flight together, and for the first one twice."""
     sums = [po.sparse_all_reduce(_entries(8 + n, is_bad=is_bad), async_op=True) for n, is_bad in enumerate(are_bad)]
     between = [error_of(po.check)[0], error_of(lambda: po.all_reduce(torch.ones(3, device=po.device())))[0]]
     return [*between, *(error_of(work.wait)[0] for work in (*sums, sums[0]))]
