@@ -91,7 +91,7 @@ def test_slices_of_a_table_are_right(tmp_path: Path) -> None:
 
 
 def test_first_values_differ_in_all_tables_rows_and_columns() -> None:
-    """Each is uniform, and that of a slice is the table's."""
+    """Each distribution is uniform, and a slice has the distribution of its table."""
     module, slot = (
         importlib.import_module("embedding_step.tables"),
         importlib.import_module("embedding_step.check").Slot,

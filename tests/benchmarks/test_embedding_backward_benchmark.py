@@ -63,7 +63,7 @@ def _check_limits(line: dict[str, Any], ceilings: dict[str, Any]) -> None:
     if method in ("sort", "exchange"):
         assert "limit_us" not in line and line["sent_bytes"] == (sent if method == "exchange" else 0)
         return
-    # (3 - 2 / P) O + 2 U w + 8 N, and states: a sector of 32 bytes has those of eight rows or fewer.
+    # (3 - 2 / P) O + 2 U w + 8 N, and states: a sector of 32 bytes has the states of at most eight rows.
     backward = 2 * output + 2 * rows + 8 * line["lookups"]
     forward = rows + output + 8 * line["lookups"] if method == "forward_backward" else 0
     states = line["memory_bytes"] - backward - forward
@@ -85,7 +85,7 @@ def test_every_optimizer_and_16_bits_are_right(arguments: tuple[str, ...], optim
     checks = lines_of(tmp_path, "check")
     assert [line["optimizer"] for line in checks] == optimizers.split(",")
     assert all(line["failures"] == [] for line in checks)
-    # Sums in fp32 that are rounded to 16 bits can be those of fp64; torch's sums are rounded to 16 bits before that.
+    # fp32 sums rounded to 16 bits can equal rounded fp64 sums; torch's sums are rounded to 16 bits before that.
     assert all(0 <= line["worst_share"] <= 1 and 0 < line["worst_share_of_baselines"] <= 1 for line in checks)
 
 

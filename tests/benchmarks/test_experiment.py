@@ -1,4 +1,4 @@
-"""The harness of the benchmarks: a benchmark of an operator of its own, in one short file; what all of them have."""
+"""The harness of the benchmarks: a short benchmark of a separate operator, and what all benchmarks have."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_flow_is_the_harness_s(run: Any, tmp_path: Path, capsys: pytest.Capt
 def test_a_record_is_replaced_by_what_is_measured_alone(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a world's first line, and not by that of the next world; where no world comes to be it stays."""
+    """The first line of a world replaces it, not the first line of the next world. Without a world it stays."""
     old = {"kind": "run", "pes": 9, "backend": "of an earlier run"}
     (tmp_path / "toy.jsonl").write_text(json.dumps(old) + "\n")
     importlib.import_module("harness.command")

@@ -265,7 +265,7 @@ def test_zipf_rows_overlap_as_intended() -> None:
 
 
 def test_sums_of_the_inputs_depend_on_their_order() -> None:
-    """Else no check could tell the operator's order of additions from another one."""
+    """Otherwise no check could distinguish the operator's order of additions from another order."""
     inputs, case = module("sparse.inputs"), module("sparse.cases").CASES["5Mx2048_50k_identical"].for_host()
     device = torch.device("cpu")
     a, b, c = (inputs.draw_set(case, rank=pe, world_size=3, number=0, device=device).values for pe in range(3))

@@ -1,4 +1,4 @@
-"""The main job: synthetic batches, placement, the reference, and the whole of it on the host backend."""
+"""The main job: synthetic batches, placement, the reference, and a complete run on the host backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode loop: its tokens against a plain fp64 decoder, its ways to be started, its report, its model folders."""
+"""The decode loop: its tokens against a plain fp64 decoder, how it is started, its report, its model folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUICK = Options(tokens=16, rounds=1, dtype="fp32", timeout=60.0)
 
 
 class PlainDecoder:
-    """Llama as its paper has it: no cache, no shards, all positions anew for each token, fp64."""
+    """Llama as in its paper: no cache, no shards, all positions computed again for each token, fp64."""
 
     def __init__(self, config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
         self.config = config

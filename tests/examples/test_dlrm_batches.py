@@ -1,4 +1,4 @@
-"""Batches: their form, whose samples they have, in which order; also behind an interruption."""
+"""Batches: their form, their samples, and the order of the samples; also after an interruption."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Numbered:
-    """A source whose samples tell their number: it is the only dense column, and the row."""
+    """A source whose samples contain their number: it is the only dense column, and the row."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples

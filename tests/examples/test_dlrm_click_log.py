@@ -1,4 +1,4 @@
-"""The synthetic click log: its samples, its teacher by the formula, and the best AUC."""
+"""The synthetic click log: its samples, its teacher's formula, and the best AUC."""
 
 from __future__ import annotations
 

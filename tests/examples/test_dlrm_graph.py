@@ -1,4 +1,4 @@
-"""The DLRM training in a CUDA graph: which steps are replays, what they read, what is refused; on GPUs the losses."""
+"""The DLRM training in a CUDA graph: replayed steps, their inputs, refused options; on GPUs also the losses."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_batches_are_copied_to_one_place() -> None:
 
 
 def test_which_steps_are_replays() -> None:
-    """Of whole batches all but the first, of smaller ones none; a graph that was given back is made anew."""
+    """All whole batches except the first; no smaller batches. A graph that was given back is made again."""
     events: list[str] = []
     seen: list[tuple[int, torch.Tensor]] = []
 
@@ -324,7 +324,7 @@ def _check_saved_rate(folder: Path, optimizer: str, step: int) -> None:
 def test_checkpoints_of_captured_and_eager_trainings_are_alike(
     tmp_path: Path, optimizer: str, before: bool, behind: bool
 ) -> None:
-    """Rates come back into their tensors, counts of steps are those of all steps, the choice of kernels stays."""
+    """Rates return into their tensors, step counts include all steps, the choice of kernels stays."""
     plan = Plan(epochs=5)  # 25 whole batches and 5 smaller ones
     make = functools.partial(training_of, optimizer=optimizer)
     expected = make().run(plan).losses
@@ -354,14 +354,14 @@ def test_checkpoints_of_captured_and_eager_trainings_are_alike(
 
 
 def test_replays_are_counted_in_checkpoints(tmp_path: Path) -> None:
-    """A replay on a GPU runs no code of the host's, so what counts there is left behind."""
+    """A replay on a GPU runs no host code, so it does not change counters of the host."""
     with stands_in():
         training = training_of(is_captured=True)
         for state in training._optimizer.state.values():
             assert state["step"] == 0
         training.run(Plan(epochs=3, most_steps=14))
         for state in training._optimizer.state.values():
-            state["step"] -= 3  # as behind replays
+            state["step"] -= 3  # as after replays
         training.save(tmp_path)
     saved = torch.load(tmp_path / (tmp_path / "latest").read_text() / "training.pt", weights_only=True)
     assert {float(state["step"]) for state in saved["optimizer"]["state"].values()} == {14.0}
@@ -506,7 +506,7 @@ def test_a_comparison_of_replays_wants_a_whole_batch(tmp_path: Path) -> None:
     assert events == ["group destroyed"]
 
 
-# ---- what is told and refused ----------------------------------------------------------------------------------------
+# ---- messages and refused options ------------------------------------------------------------------------------------
 
 
 REFUSED = {

@@ -1,4 +1,4 @@
-"""The AUC: against its definition over pairs, with ties, spread over PEs."""
+"""The AUC, compared with its definition over pairs: with ties, and divided among PEs."""
 
 from __future__ import annotations
 

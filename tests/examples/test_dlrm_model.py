@@ -1,4 +1,4 @@
-"""The dense part against formulas, its first weights; the plain embedding module against sums of rows."""
+"""The dense part against formulas; its first weights; the plain embedding module against sums of rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of click logs: every format reads what was written, and names file and record of what does not do."""
+"""Readers of click logs: every format reads what was written. Errors name the file and the record."""
 
 from __future__ import annotations
 

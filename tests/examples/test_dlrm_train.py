@@ -1,4 +1,4 @@
-"""The DLRM training as a whole: against one process, in another world, beside other tables, from the command line."""
+"""The whole DLRM training: against one process, in another world, with other tables, from the command line."""
 
 from __future__ import annotations
 

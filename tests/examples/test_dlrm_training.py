@@ -1,4 +1,4 @@
-"""The loop: it does what plain torch does, and goes on behind an interruption."""
+"""The training loop does the same as plain torch, and continues after an interruption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the programs of launch/ share: what they refuse, how a run ends, and whose folder it writes to."""
+"""Shared behavior of the programs of launch/: what they refuse, how a run ends, and the folder that it writes to."""
 
 from __future__ import annotations
 

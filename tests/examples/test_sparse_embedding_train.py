@@ -105,7 +105,7 @@ def test_texts_that_do_not_do_are_refused(tmp_path: Path) -> None:
 
 
 def drawn_corpus(length: int, vocabulary: int = 40) -> Corpus:
-    """Return a text in which every place tells which it is by the words around it."""
+    """Return a text in which the surrounding words identify every place."""
     shares = 1.0 / torch.arange(1, vocabulary + 1)
     stream = torch.multinomial(shares, length, replacement=True, generator=torch.Generator().manual_seed(4))
     counts = torch.bincount(stream, minlength=vocabulary).clamp(min=1)

@@ -1,4 +1,4 @@
-"""What starts PEs: numbers of PEs and seconds that are none, seconds without an end, and Ctrl-C while PEs begin."""
+"""How PEs are started: invalid numbers of PEs and of seconds, no time limit, and Ctrl-C while PEs start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks and examples without matplotlib, or whose figure fails: one line says so, and the run goes on."""
+"""Benchmarks and examples without matplotlib, or with a failing figure: one line reports it, and the run continues."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def standard_headers(*flags: str) -> tuple[str, ...]:
     users = (HERE / "driver.h", CUDA / "platform" / "host_network.h")
     header.write_text("".join(re.findall(r"(?m)^#include <.*\n", "".join(user.read_text() for user in users))))
     command = [_compiler(), *_FLAGS, *flags, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
-    subprocess.run(command, capture_output=True)  # what is wrong is told where a driver is compiled
+    subprocess.run(command, capture_output=True)  # the compilation of a driver reports errors
     return ("-include", str(header))
 
 

@@ -1,4 +1,4 @@
-"""What a ShardedEmbeddingBagCollection refuses in a backward pass: of all tables or none, on all PEs or none."""
+"""Backward passes that a ShardedEmbeddingBagCollection refuses: for all tables or none, on all PEs or none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _module(placement: Any, dtypes: Sequence[torch.dtype] = (torch.float32, torc
 
 
 def _lookups(*rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return those of a sample for each two rows."""
+    """Return the lookups of one sample per two rows."""
     return torch.tensor(rows, device=po.device()), torch.ones(len(rows), dtype=torch.int64, device=po.device())
 
 

@@ -1,4 +1,4 @@
-"""Backward passes that PEs make in different order: a mismatch that says whose they are, and no swapped gradients."""
+"""Backward passes in different order on the PEs: the mismatch names both passes, and gradients are never swapped."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _gradient(step: int) -> torch.Tensor:
 
 
 def _expected(number: int, steps: Sequence[int]) -> torch.Tensor:
-    """Return the table that is the PEs' `number`th, behind these steps."""
+    """Return table number `number` of the PEs after these steps."""
     table = torch.zeros(ROWS, WIDTH)
     columns = torch.arange(WIDTH * number, WIDTH * (number + 1))
     for step in steps:
@@ -149,7 +149,7 @@ def test_another_order_is_a_mismatch(backend: str, world: int, is_one: bool, is_
 
 
 def _told(text: str) -> tuple[str, str]:
-    """Return what a mismatch that is in nothing else tells of both PEs' passes."""
+    """Return what the error says of both PEs' passes if they differ in nothing else."""
     found = re.search(
         r" for different calls: forward_pass is ([^(]+ \(.*?\)) on PE \d, ([^(]+ \(.*?\)) on PE \d\. ", text
     )
@@ -255,7 +255,7 @@ def _steps_behind(backend: str, trouble: str, kind: str) -> list[Any]:
 def test_pes_go_on_with_equal_numbers(trouble: str, kind: str, told: list[str]) -> None:
     found = run_pes(_steps_behind, 2, "host", trouble, kind, timeout=200)
     assert [name for name, _ in found] == told
-    # A launch that was given up: tables behind it are refused elsewhere; this one changed none.
+    # A given-up launch. Other tests cover tables that such a launch has changed. This launch changed none.
     assert all(is_right for _, is_right in found)
 
 

@@ -1,4 +1,4 @@
-"""Launches beside NCCL's collectives, met in opposite order on two GPUs: put in one order, with room, with neither."""
+"""Launches beside NCCL's collectives, in opposite order on two GPUs: with an order, with room, and with neither."""
 
 # Without `from __future__ import annotations`: DDP compares the annotations of a hook with types, not with their names.
 
@@ -38,7 +38,7 @@ FORCED_STEPS = 3
 
 
 class Dense(torch.nn.Module):
-    """Parameters whose gradients are there before that of the tables' result."""
+    """Parameters whose gradients are complete before the gradient of the tables' result."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Ahead:
         self._stream = torch.cuda.Stream(device)
 
     def send(self) -> Any:
-        """Send them behind what is on the current stream; collective."""
+        """Send them after the work on the current stream; collective."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._arrival.delay_launch()
@@ -99,7 +99,7 @@ class Ahead:
             return self._inputs.exchange(values, lengths=self._lengths, batch_per_rank=[SAMPLES] * 2)
 
     def has_come(self, lookups: Any) -> bool:
-        """Return whether they are those of both PEs."""
+        """Return whether they are the gradients of both PEs."""
         with lookups:
             found = [lookups.source(rank).indices for rank in range(2)]
             return all(
@@ -174,7 +174,7 @@ class Step:
         return loss.detach()
 
     def is_right(self) -> bool:
-        """Return whether table and dense gradients are those of one process."""
+        """Return whether table and dense gradients equal the gradients of one process."""
         po.check()
         if self._ahead is not None and not self._ahead.has_come(self._sent):
             return False
@@ -190,10 +190,10 @@ class Seen:
     """What a PE reports.
 
     Attributes:
-        are_right: of each forced step that has ended whether its results are right.
-        error: name and text of what was raised by the one behind these.
-        num_sms: that its launches may take, and that the GPU has.
-        goes_on: whether the world could be used behind.
+        are_right: for each forced step that has ended, whether its results are right.
+        error: name and text of the error of the step after these.
+        num_sms: SMs that its launches may use, and SMs of the GPU.
+        goes_on: whether the world could be used afterwards.
     """
 
     are_right: list[bool] = dataclasses.field(default_factory=list)
@@ -242,7 +242,7 @@ def _meet_in_opposite_order(backend: str, way: str, is_captured: bool, is_ahead:
 
 
 def _error_of_one(run: Callable[[], Any]) -> tuple[str, str]:
-    """Return what a step raises on this PE, behind it: both kernels have left the GPU then."""
+    """Return what a step raises on this PE, after both kernels have left the GPU."""
 
     def once() -> None:
         run()
@@ -288,7 +288,7 @@ def _goes_on() -> bool:
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("way", ["serial", "room", "neither"])
 def test_opposite_arrival(backend: str, way: str, is_captured: bool) -> None:
-    """PE 0's backward pass comes before its NCCL kernel, PE 1's behind its one; NCCL wants a GPU for each PE."""
+    """PE 0's backward pass comes before its NCCL kernel, PE 1's comes after. NCCL needs a GPU for each PE."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     found = in_processes(_meet_in_opposite_order, 2, backend, way, is_captured, timeout=250)
@@ -307,7 +307,7 @@ def test_opposite_arrival(backend: str, way: str, is_captured: bool) -> None:
 @pytest.mark.apart
 @pytest.mark.parametrize("way", ["serial", "neither"])
 def test_an_exchange_that_is_ahead(backend: str, way: str) -> None:
-    """PE 0's exchange comes before its NCCL kernel, PE 1's behind its one."""
+    """PE 0's exchange comes before its NCCL kernel, PE 1's comes after."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     found = in_processes(_meet_in_opposite_order, 2, backend, way, False, True, timeout=250)

@@ -1,4 +1,4 @@
-"""Columns of groups side by side: what torch's own slices and their gradients give, in fewer passes."""
+"""Columns of groups side by side: the same results as torch's slices and their gradients, in fewer passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse gradients under DistributedDataParallel: against one process in fp64, with tables that PEs leave out."""
+"""Sparse gradients under DistributedDataParallel: against one process in fp64, and with tables unused on some PEs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-
 
 
 class Model(torch.nn.Module):
-    """Three sparse tables between and behind dense layers; each batch says which of them are looked up."""
+    """Three sparse tables between and after dense layers. Each batch says which of them are looked up."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def problems_of(step: int, model: torch.nn.Module, exact: torch.nn.Module) -> list[str]:
-    """Compare the gradients of a module with those of one process, and with those of the other PEs."""
+    """Compare the gradients of a module with one process' gradients, and with the other PEs' gradients."""
     problems = []
     expected = dict(exact.named_parameters())
     for name, parameter in model.named_parameters():
@@ -378,7 +378,7 @@ class GivenGradient(torch.autograd.Function):
 
 
 def check_a_bad_row() -> list[str]:
-    """A bad row on one PE is raised there, when gradients are there on all PEs; the same module goes on."""
+    """A bad row raises on its PE when gradients are complete on all PEs. The same module continues."""
     problems = []
     rank = po.rank()
 
@@ -468,7 +468,7 @@ def check_uneven_inputs() -> list[str]:
 
 
 def check_after_an_aborted_pass() -> list[str]:
-    """A pass that fails between its buckets must leave nothing behind that the next one waits for."""
+    """A pass that fails between its buckets must leave nothing that the next pass waits for."""
     rank = po.rank()
     model = torch.nn.ModuleDict({"good": Tables(20, 4), "bad": Tables(20, 4, dtype=torch.float64)})
 
@@ -508,7 +508,7 @@ def check_no_synchronization() -> list[str]:
     problems = [name for name in ROWS if getattr(module.module, name).weight.grad is not None]
     with module.no_sync():
         loss = module(without)
-    loss.backward()  # DDP goes by the forward pass
+    loss.backward()  # DDP follows the forward pass
     return problems + [name for name in ROWS if getattr(module.module, name).weight.grad is not None]
 
 

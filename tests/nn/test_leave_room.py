@@ -1,4 +1,4 @@
-"""SMs that launches leave to NCCL's collectives: how many, what is refused, what a time-out says without them."""
+"""SMs that launches leave to NCCL's collectives: how many, what is refused, the time-out's message without them."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def test_a_training_without_nccl_leaves_no_room(tmp_path: Path) -> None:
 
 
 def _timed_out(backend: str, folder: Path) -> list[str]:
-    """Be PE 0, which waits for PE 1 until its time is over, or PE 1, which comes then; return what is told."""
+    """Be PE 0, which waits for PE 1 until its time-out, or PE 1, which comes then; return the message."""
     init_with_impatient_kernels(backend, 1.0, 64 << 20)
     workspace = po_world.current().workspace
     table = torch.ones(4, 8, device=po.device())
@@ -318,7 +318,7 @@ def _timed_out(backend: str, folder: Path) -> list[str]:
         gave_up(folder, 1)
     told = [error_of(call)[1]]
     (folder / f"gave_up_{po.rank()}").touch()
-    if backend == "host":  # what would be told on a GPU
+    if backend == "host":  # the message on a GPU
         failures = workspace._failures
         failures.is_asynchronous = True
         told.append(str(failures.describe(None)))

@@ -1,4 +1,4 @@
-"""The tensor-parallel linear layers against whole ones in fp64, over worlds, splits, dtypes and numbers of vectors."""
+"""The tensor-parallel linear layers against whole layers in fp64, over worlds, splits, dtypes and vector counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements of embedding tables: what measured costs choose, what TorchRec's plans say, and how they are shown."""
+"""Placements of embedding tables: choices by measured costs, TorchRec's plans, and how placements are shown."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_search_ends_however_many_tables_there_are(monkeypatch: pytest.MonkeyP
 
 
 def test_pes_compare_what_was_decided_and_not_why() -> None:
-    """Costs are sums of what was measured, told by one PE; their last bits are no reason to refuse a layout."""
+    """Costs are sums of one PE's measurements. A difference in their last bits is no reason to refuse a layout."""
     _, layout = _chosen(_mlperf(), 4)
     other = replace(layout, costs=layout.costs._replace(unit="other"), loads=(0.0,) * 4, time=0.0)
     assert repr(other) == repr(layout) and other == layout
@@ -240,7 +240,7 @@ def _step_time(costs: Sequence[Cost]) -> float:
 
 
 def _load(cost: Cost) -> float:
-    """Return the time of one phase behind the other."""
+    """Return the time of two phases that run one after the other."""
     return sum(max(phase) for phase in cost)
 
 

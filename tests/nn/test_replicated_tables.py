@@ -1,4 +1,4 @@
-"""Replicated embedding tables: the same bits on all PEs, the bits of one owner, bad lookups, failures, checkpoints."""
+"""Replicated embedding tables: equal bits on all PEs and on a single owner, bad lookups, failures, checkpoints."""
 
 from __future__ import annotations
 

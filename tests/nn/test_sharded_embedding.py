@@ -179,7 +179,7 @@ def _several_wait() -> list[Any]:
 
 @pytest.mark.host
 def test_any_number_of_forward_passes_may_wait_where_the_host_does_not_know_the_split() -> None:
-    """The first one's lookups are read where they have arrived, those of the three behind it copied."""
+    """The first one's lookups are read where they arrived. The lookups of the next three are copied."""
     assert in_processes(_several_wait, 2, timeout=200) == [[[3.0, 3.0], True]] * 2
 
 

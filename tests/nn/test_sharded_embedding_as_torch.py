@@ -1,4 +1,4 @@
-"""What a ShardedEmbeddingBagCollection has in common with torch's: DDP, checkpointed regions, first rows."""
+"""Features that a ShardedEmbeddingBagCollection shares with torch's: DDP, checkpointed regions, initial rows."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_ddp_leaves_tables_alone(is_told: bool, compiles: bool) -> None:
 
 
 def _gradient_of_towers(module: Callable[..., torch.Tensor], checkpointed: tuple[bool, bool], reentrant: bool) -> Any:
-    """Return the gradient of a layer behind two calls of a module, each in a region that is computed anew or not."""
+    """Return the gradient of a layer after two calls of a module, each in a region that is recomputed or not."""
     top = torch.nn.Linear(8, 4, bias=False)
     torch.nn.init.constant_(top.weight, 0.25)
     results = []
@@ -108,7 +108,7 @@ def test_rows_that_were_updated_are_not_read_anew(placement: str) -> None:
 
 
 def _alone_in_a_region(placement: str, is_split: bool, is_reentrant: bool) -> list[bool]:
-    """Return whether a step whose only call is in such a region is that of one that is not."""
+    """Return whether a step with its only call in such a region equals a step without regions."""
     rows = []
     for is_checkpointed in (False, True, True):
         module, factor = _module(placement), torch.full((8,), 0.5, requires_grad=True)
@@ -162,7 +162,7 @@ def test_replicas_of_a_collection_are_those_of_one_pe() -> None:
 
 
 def _from_own_generators(begin: str) -> list[torch.Tensor]:
-    """Let each PE draw the rows that it has; return those of a replica before and behind what makes them alike."""
+    """Let each PE draw its rows; return a replica's rows before and after they are made equal."""
     names = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32}
     module = po.nn.ShardedEmbeddingBagCollection(
         [po.nn.TableConfig(name, 13, 8, [f"of {name}"], data_type=dtype) for name, dtype in names.items()],

@@ -123,7 +123,7 @@ def test_saved_on_four_and_loaded_elsewhere(backend: str, optimizer: str, tmp_pa
 
 
 def _loaded_plain(folder: str, saved: list[dict[str, Any]], case: Case) -> Reference:
-    """Load into plain tensors, as an EmbeddingBagCollection's state dict has them, in one process, which goes on."""
+    """Load into plain tensors in one process, as in an EmbeddingBagCollection's state dict, and continue there."""
     plain = Reference(case, seed=99)
     tables = {f"embedding_bags.{name}.weight": torch.zeros_like(each) for name, each in plain.tables.items()}
     own = _states_of(plain)
@@ -161,7 +161,7 @@ def test_before_the_first_step(backend: str, tmp_path: Path) -> None:
 
 
 def test_another_number_of_slices(backend: str, tmp_path: Path) -> None:
-    """Means over columns cannot be cut anew; what is kept by element can."""
+    """Means over columns cannot be divided again. States of single elements can."""
     for optimizer in ("rowwise_adagrad", "adagrad"):
         folder = str(tmp_path / optimizer)
         saved = in_processes(_saved, 2, backend, folder, _case(optimizer), _STEPS, timeout=200)
@@ -220,7 +220,7 @@ def _refused() -> dict[str, str]:
     tried("a norm", free.load_state_dict, bounded.state_dict(), ValueError)
     tried("any norm", bounded.load_state_dict, free.state_dict(), ValueError)
     bounded.load_state_dict(bounded.state_dict())
-    bounded.load_state_dict({"state": free.state_dict()["state"]})  # TorchRec's does not tell
+    bounded.load_state_dict({"state": free.state_dict()["state"]})  # TorchRec's state dict does not contain it
     tried("no states", module.optimizer.load_state_dict, {"state": {}}, ValueError)
     tried("no prefix", module.optimizer.load_state_dict, module.optimizer.state_dict(prefix="m."), ValueError)
     of_a = {**states["state"]["embedding_bags.a.weight"], "a.exp_avg_sq": torch.zeros(30, 8)}
@@ -265,7 +265,7 @@ def test_what_cannot_be_loaded(backend: str) -> None:
 
 
 def _refused_whole() -> dict[str, tuple[str, bool]]:
-    """Load state dicts of which the last table, or what is behind it, is bad; return what is told, and what stayed."""
+    """Load state dicts whose last table, or the data after it, is bad; return the errors, and what stayed."""
     tables = [("a", 20, 8, ["x"]), ("b", 30, 8, ["y"])]
     module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, optimizer="adagrad", lr=0.5)
     group = module.optimizer.state_dict()["param_groups"][0]
@@ -374,7 +374,7 @@ def test_hooks_of_the_optimizers_state_dict() -> None:
 
 
 def _in_memory() -> list[bool]:
-    """Copies of state dicts bring everything back, with one step behind them undone; whole tensors do too.
+    """Copies of state dicts restore everything, after one more step; whole tensors do too.
 
     Of param_groups, the number of steps is enough.
     """
@@ -444,7 +444,7 @@ def _errors_of_saving(parts: dict[str, Any]) -> dict[str, tuple[str, str, float]
 
 
 def _half_updated(backend: str, folder: Path, case: Case) -> dict[str, Any]:
-    """PE 0 comes too late to the second step; see what may be done with the tables before and behind loading."""
+    """PE 0 is late for the second step. Return the permitted uses of the tables before and after loading."""
     init_with_impatient_kernels(backend, 4.0, 64 << 20)
     seen: dict[str, Any] = {}
     with po.process_group("gloo", timeout=60):

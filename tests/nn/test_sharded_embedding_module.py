@@ -1,4 +1,4 @@
-"""Embedding collections as TorchRec's users know them: its inputs, results, plans; what is refused; placements."""
+"""Embedding collections for TorchRec's users: inputs, results, plans; what is refused; placements."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _orders_of_tasks() -> list[tuple[int, int]]:
     case = replace(case, placement={name: TablePlacement(ranks=(0,)) for name in "abcd"})
     module, batch = case.make(), batch_of(case, 0, 0)
     split = [samples_of(0, 0)] * po.world_size()
-    waiting = []  # behind a forward pass that waits lookups are copied
+    waiting = []  # after a forward pass that waits, lookups are copied
     for knows_split in (split, None):
         waiting.append(module(batch.values.to(po.device()), batch.lengths.to(po.device()), batch_per_rank=knows_split))
     orders = [plan._struct.order for plan in OPERATOR.state(po_world.current()).plans.values()]
@@ -220,7 +220,7 @@ def _orders_of_tasks() -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(("transport", "expected"), [("auto", [(2, 4), (0, 4)]), ("staged", [(0, 4), (0, 4)])])
 def test_tables_with_many_lookups_run_beside_the_others(transport: str, expected: list[tuple[int, int]]) -> None:
-    """Where lookups come by an exchange whose estimates tell, and all peers are reachable."""
+    """Where an exchange with reliable estimates brings the lookups, and all peers are reachable."""
     first, second = in_world(_orders_of_tasks, 2, "host", transport=transport)
     assert first == expected and {beside for beside, _ in second} == {0}
 
@@ -256,7 +256,7 @@ _CLAMPED: dict[str, tuple[torch.dtype, torch.dtype | None, float, float, float]]
 
 
 def _clamped_step(placement: str) -> list[str]:
-    """Return the cases in which elements of rows behind a step are other ones than expected."""
+    """Return the cases in which elements of rows differ from the expected ones after a step."""
     wrong = []
     for name, (dtype, wire, bound, element, expected) in _CLAMPED.items():
         if placement == "replicated" and dtype == torch.float16:
@@ -519,7 +519,7 @@ def test_pes_that_pass_different_tables_or_numbers(backend: str) -> None:
 
 
 def _ahead(name: str) -> list[str]:
-    """Train with lookups sent behind the forward pass before; return what differs from one process."""
+    """Train with lookups sent after the previous forward pass; return what differs from one process."""
     case = next(case for case in CASES if case.name == name)
     module, reference = case.make(gradient_scale=1.0), Reference(case)
     problems = []

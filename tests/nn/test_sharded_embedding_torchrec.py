@@ -1,6 +1,6 @@
-"""Embedding collections beside TorchRec's DistributedModelParallel: checkpoints both ways, and equal steps behind them.
+"""Embedding collections and TorchRec's DistributedModelParallel: checkpoints both ways, and equal steps afterwards.
 
-TorchRec and FBGEMM are the installed ones, on the CPU, with gloo.
+TorchRec and FBGEMM are the installed versions, on the CPU, with gloo.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _whole(of_pes: list[Any], optimizer: str, number: int) -> dict[str, torch.Te
 
 
 def test_checkpoints_both_ways(backend: str, tmp_path: Path) -> None:
-    """Saved by either of two PEs, loaded by the other, and on one PE; a step behind that is the same for both."""
+    """Saved by either of two PEs, loaded by the other, and on one PE. A step after that is equal for both."""
     of_two = in_processes(_in_a_world, 2, backend, _exchanged, tmp_path, timeout=250)
     of_one = in_processes(_in_a_world, 1, backend, _loaded, tmp_path, timeout=250)
     for optimizer in _OPTIMIZERS:

@@ -1,4 +1,4 @@
-"""Embedding collections in a training: DLRM beside one process, schedulers, clamped gradients, loops."""
+"""Embedding collections in a training: DLRM against one process, schedulers, clamped gradients, loops."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _wrong_rates() -> list[tuple[str, str]]:
 
 
 def test_rates_that_are_none_are_refused() -> None:
-    """Also the one behind a rate in a tensor."""
+    """Also for the optimizer behind a rate in a tensor."""
     (told,) = in_world(_wrong_rates, 1, "host")
     assert told[0][0] == "" and told[1] == ("TypeError", "lr: expected a number, got None")
     assert told[2] == ("TypeError", "lr: expected a number, got '0.1'")
@@ -143,7 +143,7 @@ def test_rates_are_those_of_torch_under_its_schedulers(backend: str, zeroes_behi
 
 
 def _rates_in_captures() -> dict[str, list[list[float]]]:
-    """What tables are updated with behind changes of the rate, in captures and between them."""
+    """The rates that update tables after changes of the rate, in captures and between them."""
     tables = [TableConfig("a", 5, 4, ["a"]), TableConfig("b", 6, 4, ["b"])]
     module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, lr=0.5, placement={"b": "replicated"})
     optimizer, group = module.optimizer, module.optimizer.param_groups[0]

@@ -1,4 +1,4 @@
-"""What users do around a ShardedEmbeddingBagCollection: compile, save, copy, freeze, send ahead and fail."""
+"""Other uses of a ShardedEmbeddingBagCollection: compile, save, copy, freeze, send ahead and fail."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def test_lookups_ahead_travel_beside_other_launches(placement: str) -> None:
 
 
 def _dropped(placement: str) -> list[Any]:
-    """Send a batch ahead in a loop, drop what was sent last, and go on without it."""
+    """Send a batch ahead in a loop, drop the last one sent, and continue without it."""
     module = _module(placement)
 
     def epoch() -> None:

@@ -1,4 +1,4 @@
-"""The bound for the host's wait behind replays: what counts, what is ended, what is raised, how a process leaves."""
+"""The bound of the host's wait after replays: what counts, what is ended, what is raised, how a process leaves."""
 
 from __future__ import annotations
 

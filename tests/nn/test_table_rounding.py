@@ -1,4 +1,4 @@
-"""Stochastic rounding of embedding collections: exact bits, in any world, of slices and replicas, and resumed."""
+"""Stochastic rounding of embedding collections: exact bits in any world, of slices and replicas, and resumed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _wrong(module: Any, reference: Reference) -> list[str]:
 
 
 def _trained(num_steps: int) -> list[list[str]]:
-    """Train, with and without a split, and go on from a copy in memory in a collection of another seed."""
+    """Train, with and without a split, and continue from a copy in memory in a collection of another seed."""
     module, reference = _CASE.make(), _Rounded(_CASE)
     wrong = []
     for step in range(num_steps):

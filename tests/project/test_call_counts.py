@@ -1,4 +1,4 @@
-"""How many calls lie between a public function and the launch."""
+"""The number of calls between a public function and the launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels, their mutations and their layers are what cuda/DESIGN.md and the pages beside the kernels say."""
+"""cuda/DESIGN.md and the pages beside the kernels list the actual kernels, mutations and layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _quoted(text: str) -> list[str]:
 
 @functools.cache
 def _modules() -> dict[str, dict[str, tuple[Edit, ...]]]:
-    """Return the test files with mutations, and those of each that no driver has."""
+    """Return the test files with mutations, and the mutations of each file that no driver has."""
     found = {}
     for path in (path for folder in FOLDERS for path in Path(folder).glob("test_*.py")):
         if re.search(r"\(SanitizerSuite\)|^MUTATIONS\b", path.read_text(), re.MULTILINE) and path != Path(__file__):
@@ -36,7 +36,7 @@ def _modules() -> dict[str, dict[str, tuple[Edit, ...]]]:
 
 
 def _drivers() -> list[tuple[str, Driver]]:
-    """Return those of all test files, with the file."""
+    """Return the mutations of all test files, with the file."""
     _modules()
     return [(suite.__module__, suite.driver) for suite in SanitizerSuite.__subclasses__()]
 

@@ -1,4 +1,4 @@
-"""The documents' Python blocks that are whole programs run as they are written, without a GPU."""
+"""Python blocks of the documents that are whole programs run as written, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from worlds import python_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-PROGRAMS = [  # those of one file: what imports `train` needs another block beside it
+PROGRAMS = [  # programs of one file: an import of `train` needs another block
     pytest.param(path, block, id=f"{path.stem}-{number}")
     for path in [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
     for number, block in enumerate(_BLOCK.findall(path.read_text()))

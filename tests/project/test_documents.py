@@ -1,4 +1,4 @@
-"""The documents: tables as the records give them, links that lead somewhere, every variable of the package."""
+"""The documents: tables match the records, links have targets, and all variables of the package are listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules of the package import in one direction: every import counts, for types and in functions too."""
+"""Modules of the package import in one direction. Every import counts, also for types and in functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that Python reads in the kernels' headers, and that none of them is written in Python again."""
+"""Python reads numbers from the kernels' headers, and defines none of them again."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A new operator is four files and one line: those of new_operator/, in a copy of the checkout, are tested there.
+"""A new operator is four files and one line. The files of new_operator/ are tested in a copy of the checkout.
 
-`new_operator/` is what whoever adds an operator begins with; it is no part of the package. The line stands in each of
-the two modules that list the operators. Documents come apart from that, and other tests ask for them: a page of the
-kernel with its releases and guards, a row in cuda/DESIGN.md, the table of tests.
+`new_operator/` is a template for a new operator; it is not part of the package. The line stands in each of the two
+modules that list the operators. Other tests require the documents of an operator: a page of the kernel with its
+releases and guards, a row in cuda/DESIGN.md, and the table of tests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IMPORTS = {
     "persistent_ops/ops/__init__.py": ("", f"from .{NAME} import {NAME} as {NAME}"),
     "persistent_ops/__init__.py": ("from .ops import (", f"    {NAME} as {NAME},"),
 }
-# Its own tests, and those of all operators that find it by themselves.
+# Its own tests, and the tests of all operators that find it automatically.
 TESTS = (
     f"tests/ops/test_{NAME}.py",
     "tests/runtime/compile/test_description.py",

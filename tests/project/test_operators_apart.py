@@ -1,4 +1,4 @@
-"""What is shared by all operators knows none of them: names, and headers that have a user."""
+"""Shared code names no operator, and every shared header has a user."""
 
 from __future__ import annotations
 

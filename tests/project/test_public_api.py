@@ -1,4 +1,4 @@
-"""The public API: what it is made of, what its functions return, and that the examples need no more."""
+"""The public API: its contents, the results of its functions, and that the examples need no more."""
 
 from __future__ import annotations
 

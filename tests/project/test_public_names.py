@@ -1,4 +1,4 @@
-"""One word for one thing in the public API, by rules over signatures and docstrings; a synonym that each rule finds."""
+"""One word for one thing in the public API: rules over signatures and docstrings, each with a synonym that it finds."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def two_names_one_set_of_choices(names: Names) -> set[str]:
 
 
 def two_names_one_ending(names: Names) -> set[str]:
-    """Names that end with the same word, and are of one type, are told apart by a signature that has both."""
+    """Names of one type that end with the same word need a signature that has both."""
     together = {public.name: {each.name for each in parameters_of(public)} for public in names}
     return {
         f"{one.name} ({one.where}) and {other.name} ({other.where})"

@@ -1,4 +1,4 @@
-"""torch's private names: used in one module and nowhere else; they still answer what they are asked for."""
+"""torch's private names: each is used in one module only, and still works as expected."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_what_they_answer() -> None:
     assert seen == [(True, True)]
     compilers = [torch_private.frame_compiler()]
     note = torch.compile(lambda x: compilers.append(torch_private.frame_compiler()), backend="eager")
-    with warnings.catch_warnings(action="ignore"):  # torch.compile tells that it cannot trace the question
+    with warnings.catch_warnings(action="ignore"):  # torch.compile warns that it cannot trace the question
         note(torch.ones(3).to_sparse())
     assert compilers[0] is None and compilers[1] is not None
     transformed = torch.func.vmap(lambda x: x * (torch_private.function_transform() is not None))(torch.ones(3))

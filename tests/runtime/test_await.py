@@ -1,4 +1,4 @@
-"""A kernel's wait looks once more before it gives up: its thread may not have run since its last look."""
+"""A kernel's wait looks once more before it gives up, as its thread may not have run since its last look."""
 
 from __future__ import annotations
 

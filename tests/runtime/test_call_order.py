@@ -1,4 +1,4 @@
-"""PEs that wait for each other in different workspaces learn of it long before their time-out, and nobody else does."""
+"""PEs that wait for each other in different workspaces learn of it long before their time-out. Other PEs do not."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class _Workspace:
 def _watched(
     first: int, peers: list[int], told: bytes, looks: int, *, is_known: bool = True, has_failed: bool = False
 ) -> list[Any]:
-    """Return what PE 0 finds in so many looks; `peers`: what PE 1 has begun; `told`: what PE 1 says of PE 0."""
+    """Return what PE 0 finds in `looks` looks. `peers`: PE 1's calls so far; `told`: what PE 1 says of PE 0."""
     workspaces = [_Workspace(first, epoch) for epoch in peers]
     workspaces[1].has_failed = has_failed
     order = CallOrder(0, lambda: workspaces, lambda pieces: is_known)  # type: ignore[arg-type,return-value]
@@ -160,7 +160,7 @@ def test_what_is_found_is_told_first_and_then_given_up_for() -> None:
     ("first", "told"),
     [
         (0, b"[[5, 0], [6, 0]]"),  # ahead in one alone
-        (0, b"[[4, 0], [5, 0]]"),  # behind in one alone
+        (0, b"[[4, 0], [5, 0]]"),  # behind in one workspace only
         (0, b"[[3, 0], [2, 0]]"),  # of long ago
         (7, b"[[5, 0], [5, 0]]"),  # from before a recovery
         (0, b"[[5, 0]]"),  # of a PE that knows of no other workspace yet

@@ -1,4 +1,4 @@
-"""The command line: which command runs what, exit codes, and errors without a traceback."""
+"""The command line: what each command runs, exit codes, and errors without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU a PE takes, and what is said where several share one; decided without a GPU."""
+"""The GPU that a PE takes, and the message if several PEs share one. Decided without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""persistent-ops doctor: what it finds, what it says is missing, and that nothing missing makes it fail."""
+"""persistent-ops doctor: what it finds, and what it reports as missing. It never fails because of that."""
 
 from __future__ import annotations
 

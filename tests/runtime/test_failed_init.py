@@ -1,4 +1,4 @@
-"""An init that fails: what is ended with the peers that fail too, and left as it is where they do not come."""
+"""An init that fails: what is ended together with peers that fail too, and what is left if peers do not come."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from persistent_ops.runtime.host import HostBackend
 def test_a_failed_init_tells_its_backend_whether_all_have_failed(
     monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...]
 ) -> None:
-    """And those that go on find, when they leave, that they are alone."""
+    """The PEs that continue notice, when they leave, that they are alone."""
     closed: list[bool] = []
     close, make = HostBackend.close, joining.World
     all_failed = len(failing) == 3
@@ -133,7 +133,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_nvshmem_ends_with_all_peers_or_not_at_all(
     gpu: Any, monkeypatch: pytest.MonkeyPatch, fails: str, together: bool
 ) -> None:
-    """Where the heap cannot be had, and behind it; the other PE fails as well, or goes on."""
+    """Where the heap cannot be allocated, and after it. The other PE fails as well, or continues."""
     nvshmem, pes, has_failed = sys.modules["nvshmem.core"], from_threads(2, 30.0), threading.Event()
     ends: list[bool] = []
     monkeypatch.setattr(nvshmem_end, "end", lambda *_, is_alone, **__: ends.append(is_alone))

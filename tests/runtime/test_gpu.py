@@ -1,4 +1,4 @@
-"""What only GPUs have: heaps of any size one after the other in a process, and the choice of a device."""
+"""Features that only GPUs have: heaps of any size one after the other in a process, and the choice of a device."""
 
 from __future__ import annotations
 

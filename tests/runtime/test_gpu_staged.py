@@ -1,8 +1,8 @@
 """Puts and signals of the GPU kernel: over NVLink where peers are reachable, and over NVSHMEM's remote transport.
 
-The second runs on one host without a network card: NVSHMEM's UCX transport over shared memory, the heap in pinned host
-memory, and a stand-in for GDRCopy (gdrapi_stub.c). NVSHMEM's pointers to peers are then null, and the kernel's puts go
-through its proxy thread as they would to another host.
+The second path runs on one host without a network card: NVSHMEM's UCX transport over shared memory, the heap in pinned
+host memory, and a replacement of GDRCopy (gdrapi_stub.c). NVSHMEM's pointers to peers are then null, and the kernel's
+puts use its proxy thread as they would to another host.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ print("RESULTS", json.dumps(po.launch(staged_cases, 2, {"transport": "auto"}, ti
 
 
 def staged_cases(options: dict[str, Any]) -> dict[str, Any]:
-    """Run the cases on this PE and tell whether its peers' memory was reachable."""
+    """Run the cases on this PE; return whether its peers' memory was reachable."""
     po.init("cuda", operator_timeout=60.0, heap_size=64 << 20, **options)
     world = po.runtime.world.current()
     cases = {case.name: case for case in CASES}

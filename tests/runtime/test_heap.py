@@ -1,4 +1,4 @@
-"""The symmetric heap and the pool of results in it: who may use what, when memory is used again, what an error says."""
+"""The symmetric heap and its pool of results: who may use memory, when it is used again, what errors say."""
 
 from __future__ import annotations
 

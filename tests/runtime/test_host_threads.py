@@ -1,4 +1,4 @@
-"""Threads of a launch on the host, where the system has no room for them: later, or not at all, but never some."""
+"""Threads of a launch on the host if the system has no room for them: all start later, or none, but never some."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C: an operator that waits is left at once, the world can be mended, and nothing is left behind on disk."""
+"""Ctrl-C: an operator that waits stops at once, the world can be recovered, and nothing is left on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worlds import python_path
 from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
 from persistent_ops.runtime.interruptible import Interruptible
 
-# PE 0 waits in an operator for PE 1, which comes when it is told to.
+# PE 0 waits in an operator for PE 1, which comes on a command.
 PROGRAM = """
 import os, sys, time, torch
 import persistent_ops as po

@@ -1,6 +1,6 @@
-"""po.launch of what no other process can import: python -c, standard input, a notebook, a package's __main__.
+"""po.launch of code that no other process can import: python -c, standard input, a notebook, a package's __main__.
 
-Each program is run by an interpreter of its own, once; its PEs are forked (see `warm_python`), but for those of the
+Each program runs once, in an interpreter of its own. Its PEs are forked (see `warm_python`), except for the PEs of the
 notebook's first launch.
 """
 

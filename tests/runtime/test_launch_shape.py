@@ -1,4 +1,4 @@
-"""A kernel gets what its launch shape asks for, or is refused; clusters, and tiles that they share."""
+"""A kernel gets what its launch shape asks for, or is refused; clusters, and tiles shared in a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.world import current, upload
 
 CUDA = Path(__file__).resolve().parents[2] / "cuda"
-# Every WG of a cluster brings a box of 8 rows to all of them, twice, and tells what its neighbor has of all boxes.
+# Every WG of a cluster sends a box of 8 rows to all WGs, twice, and reports what its neighbor has of all boxes.
 HEADER = """
 #pragma once
 #include "platform/entry.cuh"
@@ -112,7 +112,7 @@ def _copied(root: Path, size: int, row: int, column: int) -> tuple[torch.Tensor,
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """The kernels' sources with that of the probe beside them."""
+    """The kernels' sources together with the source of the probe."""
     shutil.copytree(CUDA, tmp_path / "cuda")
     (tmp_path / "cuda/kernels/tile_probe.cuh").write_text(HEADER)
     return tmp_path / "cuda"

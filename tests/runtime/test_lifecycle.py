@@ -1,6 +1,6 @@
-"""What a world leaves behind: in forked children, after an init that failed, and at the exit of the interpreter.
+"""What a world leaves: in forked children, after an init that failed, and at the exit of the interpreter.
 
-Every test runs programs of its own, whose exit status and output say what happened.
+Every test runs its own programs, and checks their exit status and output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(po.__file__).resolve().parents[1]
 
 
 def environment(rank: int = 0, size: int = 1, job: str = "") -> dict[str, str]:
-    """Return this process' environment without a launcher's variables, or with those of a Slurm step on one host."""
+    """Return this process' environment without a launcher's variables, or with a one-host Slurm step's variables."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environ["PYTHONPATH"] = str(ROOT)
     if size > 1:
@@ -152,7 +152,7 @@ print(float(kept[0].sum()), flush=True)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_exit_is_clean_where_a_world_and_its_results_are_left(size: int) -> None:
-    """Behind `atexit` the interpreter releases them, in any order, and torch with them."""
+    """After `atexit` the interpreter releases them, in any order, and torch with them."""
     assert run_pes(LEFT_OPEN, size) == [(0, f"{4.0 * size}\n", "")] * size
 
 
@@ -411,7 +411,7 @@ def test_the_exit_is_clean_where_a_thread_pe_never_comes_back(transport: str) ->
 
 
 def test_what_thread_pes_hold_is_let_go_of_before_launch_returns() -> None:
-    """Behind all their code: what is released while the interpreter ends, torch's tensors above all, can abort it."""
+    """After all their code. Releases while the interpreter ends, above all of torch's tensors, can abort it."""
     place, released = threading.local(), []
 
     class Held:

@@ -1,4 +1,4 @@
-"""A mismatch says first what differs, in the caller's words; what no caller knows only where nothing else differs."""
+"""A mismatch first names what differs, in the caller's words. Internal details appear only if nothing else differs."""
 
 from __future__ import annotations
 

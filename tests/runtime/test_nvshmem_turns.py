@@ -1,4 +1,4 @@
-"""Jobs that share a GPU start and end NVSHMEM in turn; where peers do not come to its end, it is left out."""
+"""Jobs that share a GPU start and end NVSHMEM in turn. The end is skipped if peers do not come."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_an_end_without_peers_calls_nothing_says_so_and_is_the_last(
     with pytest.raises(BootstrapError, match="start this process again"):
         nvshmem_end.refuse_restart()
     with _start_alone(0.0):
-        pass  # no turn has been left behind
+        pass  # no turn has been left over
 
 
 @pytest.mark.usefixtures("_afresh")
@@ -319,7 +319,7 @@ def test_a_world_tells_its_backend_whether_all_peers_have_come(
 def test_pes_leave_together_or_alone_all_of_them(
     monkeypatch: pytest.MonkeyPatch, failure: BaseException, is_first: bool
 ) -> None:
-    """PE 0 gives up though all have come, before the others have decided or behind that."""
+    """PE 0 gives up though all have come, before or after the others have decided."""
     pes, has_left = from_threads(3, 10.0), threading.Event()
     exchange = pes[0].exchange
 

@@ -1,4 +1,4 @@
-"""The variables that NVSHMEM reads when it starts: in force then, and as they were afterwards."""
+"""The variables that NVSHMEM reads at its start: set then, and restored afterwards."""
 
 from __future__ import annotations
 

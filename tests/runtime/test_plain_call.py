@@ -1,4 +1,4 @@
-"""Which calls may go to the kernel at once: one look at all tensors says what looks at each of them say."""
+"""Calls that may skip to the kernel: one check of all tensors agrees with a check of each tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of two workspaces: which find room beside one another on a GPU, and which take turns."""
+"""Launches of two workspaces: which ones fit on a GPU together, and which ones take turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`po.launch`: what PEs return and raise, how they end, and that none outlives it."""
+"""`po.launch`: what PEs return and raise, how they end, and that no PE outlives it."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_launch_raises_what_went_wrong(kind: str) -> None:
     expected = {"raise": KeyError, "custom": PersistentOpsError, "kill": PersistentOpsError}[kind]
     with pytest.raises(expected) as caught:
         spawn.launch(pe_fails, 2, kind, timeout=250)
-    assert time.monotonic() - began < 100  # the other PE waits with a time-out of 200 s: it has been told, or ended
+    assert time.monotonic() - began < 100  # the other PE waits with a time-out of 200 s: it got the report, or ended
     text = f"{caught.value} {caught.value.__cause__}"
     words = {
         "raise": ["a table of rank 1", "PE 1 of 2 raised it", "in pe_fails"],

@@ -1,7 +1,7 @@
 """Launches from several streams are put in order, and never by an event that CUDA refuses.
 
-The streams, events and captures here are a model: what precedes what, and CUDA's rules for events and captures
-(programming guide, "Prohibited and Unhandled Operations"). That a driver keeps to these rules is not shown by it.
+The streams, events and captures here are a model: their order, and CUDA's rules for events and captures (programming
+guide, "Prohibited and Unhandled Operations"). The tests do not show that a driver follows these rules.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Cuda:
         self.captures = 0
         # Of each capture, and of 0, eager ones: launches and collectives in the order of the calls.
         self.launches: dict[int, list[int]] = {}
-        self.collectives: dict[int, frozenset[int]] = {}  # of each capture: what is done behind the last one
+        self.collectives: dict[int, frozenset[int]] = {}  # of each capture: what is done after its last collective
 
     def create(self, handle: int) -> Stream:
         """Return a stream that torch does not own, with a handle that one before it may have had."""
@@ -110,7 +110,7 @@ class Cuda:
         in_order(orders, self.current.handle, lambda: Collective(self), "a group")
 
     def next_behind(self, done: frozenset[int]) -> int:
-        """Return the number of what is launched behind `done`, and check that all that matters is."""
+        """Return the number of the launch after `done`, and check that it follows all that matters."""
         earlier = self.launches.setdefault(self.current.capture, [])
         missing = set(earlier) - done
         assert not missing, f"nothing puts {missing} before this one on stream {self.current.handle:#x}"
@@ -119,7 +119,7 @@ class Cuda:
 
 
 class Collective:
-    """On the stream of its group, behind those before it and behind the stream that it is started from."""
+    """On the stream of its group, after earlier collectives and after the work on the stream that starts it."""
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda, self._capture = cuda, cuda.current.capture
@@ -209,7 +209,7 @@ def test_a_collective_that_has_failed_is_told_once(cuda: Cuda, order: StreamOrde
 
 
 def test_collectives_that_are_over_are_forgotten(cuda: Cuda, order: StreamOrder) -> None:
-    """As behind a recovery: those that were aborted would raise."""
+    """As after a recovery: aborted ones would raise."""
     cuda.collect(order)
     cuda.launches[0].clear()
     order.forget_collectives()
@@ -230,7 +230,7 @@ def test_a_collective_of_one_capture_is_not_awaited_in_another(cuda: Cuda, order
             cuda.current = cuda.streams[3]
             cuda.collect(order)
             cuda.launch(order)
-            cuda.collect(order)  # behind which the capture has no launch
+            cuda.collect(order)  # after which the capture has no launch
             cuda.end_capture(stream.capture)
     assert len(order._collectives) <= 64
     cuda.current = cuda.streams[4]

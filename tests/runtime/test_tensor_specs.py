@@ -1,6 +1,6 @@
-"""What operators declare of their tensors: the wording of what is refused, and that what was right is looked at once.
+"""Operators' declarations of their tensors: the wording of errors, and that valid tensors are checked only once.
 
-That every operator has its declaration checked is told by the classes derived from `ArgumentSuite`.
+The classes derived from `ArgumentSuite` show that every operator's declaration is checked.
 """
 
 from __future__ import annotations

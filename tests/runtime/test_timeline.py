@@ -1,4 +1,4 @@
-"""What `po.trace` promises beside the timelines themselves, which the operators' protocol tests look at."""
+"""`po.trace` except for the timelines themselves, which the operators' protocol tests check."""
 
 from __future__ import annotations
 

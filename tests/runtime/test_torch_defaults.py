@@ -1,4 +1,4 @@
-"""Whatever torch's default dtype and device are, the package's own tensors are what they are."""
+"""torch's default dtype and device do not affect the package's own tensors."""
 
 from __future__ import annotations
 

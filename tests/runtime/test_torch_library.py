@@ -1,4 +1,4 @@
-"""An operator with a list argument, results that are no tensors alone, and a backward pass, as torch sees it."""
+"""An operator with a list argument, results that are not only tensors, and a backward pass, in torch."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def test_operators_are_called_from_one_thread(backend: str, tmp_path: Path) -> N
 
 
 def _settled() -> tuple[int, int, int]:
-    """Return what this process has open, once threads that have been told to end have had the time for it."""
+    """Return what this process has open, once threads that were asked to end have had the time for it."""
     found = [(-1, -1, -1)] * 4
     while len(set(found[-4:])) > 1 or found[-1][0] < 0:
         time.sleep(0.5)
@@ -271,7 +271,7 @@ def test_worlds_that_are_gone_leave_nothing_behind(options: dict[str, Any]) -> N
 
 @pytest.mark.host
 def test_a_thread_that_has_called_operators_keeps_no_world() -> None:
-    """Such as one of a pool, which goes on."""
+    """For example a thread of a pool, which continues."""
     gc.collect()  # what earlier tests have left
     mapped, is_over = [_mapped_heaps()], threading.Event()
     threads = []

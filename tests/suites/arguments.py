@@ -1,8 +1,8 @@
-"""Wrong arguments, as every operator must refuse them: by name, in one wording, over and over, and without a launch.
+"""Wrong arguments, which every operator must refuse: by name, with one wording, repeatedly, and without a launch.
 
-Written once: an operator's class of tests derives from `ArgumentSuite`. It says how its functions are called rightly,
-and which tensors they must declare, again, so that what they lack shows: every property of each of these is damaged
-here. What else may be wrong it lists itself.
+An operator's class of tests derives from `ArgumentSuite`. It says how its functions are called correctly. It also lists
+the tensors that they must declare, so that a missing declaration is noticed. The suite damages every property of each
+of these tensors. The class lists other wrong arguments itself.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _damages(function: Function, name: str, tensor: torch.Tensor) -> Iterator[tu
         shapes = shapes[:1]
     elif "..." in spec.shape and sum("..." in each.shape for each in specs) == 1:  # no other tensor has these sizes
         shapes = shapes[2:]
-    # Sizes that no tensor before it has are right; one behind it says that they are not its own.
+    # Sizes that no earlier tensor has are right. A later tensor reports that they differ from its own.
     names = "|".join(each.name for each in specs[at:])
     for shape in shapes:
         yield tensor.new_zeros(shape), ValueError, rf"^({names}): expected .*got (shape )?(\[.*\]|\d+\b)"
@@ -140,7 +140,7 @@ class ArgumentSuite:
 
     @classmethod
     def _attempts(cls, name: str, good: Arguments, arguments: Arguments) -> list[Outcome]:
-        """Call wrongly, again, and after a right call: none finds what another one has left behind."""
+        """Call wrongly, again, and after a right call. No call is affected by an earlier one."""
         function = cls.functions[name]
         outcomes = [outcome_of(lambda: function.call(**arguments)) for _ in range(2)]
         is_right = function.is_right(good, function.call(**good))

@@ -1,7 +1,7 @@
-"""Exact bits, as every operator must give them: of every case, in many worlds, over and over, whoever holds a result.
+"""Exact bits, which every operator must return: for every case, in many worlds, repeatedly, while results are held.
 
-Written once: an operator's class of tests derives from `BitsSuite`, and says in a `Trial` how it is called and what it
-must return.
+An operator's class of tests derives from `BitsSuite`, and defines in a `Trial` how it is called and what it must
+return.
 """
 
 from __future__ import annotations

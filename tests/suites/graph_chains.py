@@ -1,4 +1,4 @@
-"""What operators must stand in CUDA graphs that begin before the launch in front of them has ended; see `graphs`."""
+"""Tests of every operator in CUDA graphs whose launches begin before the previous launch has ended; see `graphs`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Chain", "ChainSuite", "ChainTest"]
 
 @dataclass(frozen=True)
 class Chain:
-    """Launches of which each takes the results of those before, and may begin before they have ended.
+    """Launches, each of which uses the results of earlier ones and may begin before they have ended.
 
     Attributes:
         run: makes them; returns what is compared.
         starts: inputs, NUM_INPUTS of them.
         wants: what `run` must return for each.
-        more: launches of this PE alone, behind those and now and then between replays; or None.
+        more: launches of this PE alone, after the others and sometimes between replays; or None.
     """
 
     run: Callable[[torch.Tensor], torch.Tensor]
@@ -63,7 +63,7 @@ class ChainSuite(GraphSuite):
 
     @classmethod
     def left_over(cls) -> list[str]:
-        """Return what the launches of a chain have left behind and should not have."""
+        """Return what the launches of a chain have left and should not have left."""
         return []
 
     @classmethod

@@ -1,7 +1,7 @@
-"""What every operator must stand in CUDA graphs: replays with other inputs, on several streams, between other calls.
+"""Tests of every operator in CUDA graphs: replays with other inputs, on several streams, between other calls.
 
-Written once: an operator's class of tests derives from `GraphSuite` and says how it is called. One GPU is enough. The
-host has no graphs: there a program is called again for every replay.
+An operator's class of tests derives from `GraphSuite` and says how it is called. One GPU is enough. The host has no
+graphs: there a program is called again for every replay.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class GraphSuite:
 
     @classmethod
     def _in_turn(cls, turns: int) -> list[str]:
-        """Replay two graphs and call other operators in an order that is not that of the capture."""
+        """Replay two graphs and call other operators in an order that differs from the order of the capture."""
         problems: list[str] = []
         device, world = po.device(), po.world_size()
         weight = torch.arange(24.0, device=device).view(6, 4) + po.rank()
@@ -336,7 +336,7 @@ class GraphSuite:
 
     @classmethod
     def _without_a_peer(cls) -> dict[str, Any]:
-        """A peer that does not replay: the others' replay ends, tells, and works again after recover()."""
+        """A peer that does not replay: the others' replay ends with an error, and works again after recover()."""
         call = cls.call(cls.cases[0], cls.ways[0])
         call.run()
         po.check()

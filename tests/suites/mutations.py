@@ -1,10 +1,10 @@
-"""Kernel sources with a part taken out, which a test must notice.
+"""Kernel sources with a part removed, which a test must notice.
 
 A place in the sources has a tag, `// @name` at the beginning of a comment: on the line where a statement begins, or on
-a line of its own before it. What stands in comments, how a statement is laid out and where it has moved to does not
-matter; a tag that is missing, stands twice, or whose statement has no such part fails the test.
+a line of its own before it. The text of comments, and the layout and place of a statement, do not matter. A tag that is
+missing, stands twice, or whose statement has no such part fails the test.
 
-Many mutations live in one copy of the sources: a selector says which of them is in force, so that a driver is compiled
+Many mutations live in one copy of the sources. A selector says which of them is active, so that a driver is compiled
 once for all of them.
 """
 
@@ -77,7 +77,7 @@ class Before:
 
 @dataclass(frozen=True)
 class After:
-    """Something is done behind the statement."""
+    """Something is done after the statement."""
 
     tag: str
     code: str

@@ -1,6 +1,6 @@
-"""What every operator's protocol must stand: PEs that are late, absent, dead, or call something else; far epochs.
+"""Tests of every operator's protocol: PEs that are late, absent, dead, or call something else; distant epochs.
 
-Written once: an operator's class of tests derives from `ProtocolSuite` and says how it is called.
+An operator's class of tests derives from `ProtocolSuite` and says how it is called.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What PE 1 calls while the others call something else, and what every PE must be told of it."""
+    """What PE 1 calls while the others call something else, and what the error must say on every PE."""
 
     other: Callable[[], object]
     told: Sequence[str] = ()
@@ -188,7 +188,7 @@ class ProtocolSuite:
 
     @classmethod
     def _traced_to_an_abort(cls, backend: str, way: str, folder: Path) -> tuple[list[Any], list[PeTimeline]]:
-        """Trace a call to which PE 0 does not come, and those behind the recovery."""
+        """Trace a call that PE 0 does not make, and the calls after the recovery."""
         init_with_impatient_kernels(backend, cls.patience, cls.heap_bytes)  # PEs that share a GPU align clocks slowly
         seen: list[Any] = [cls.checked(0, each) for each in cls.ways]
         with po.trace() as timeline:
@@ -317,7 +317,7 @@ class ProtocolSuite:
             ), longest
 
     def test_mismatch_is_named_on_every_pe(self, backend: str) -> None:
-        for _ in range(3):  # what a PE that was only told of it lacks may still be on its way; not in three worlds
+        for _ in range(3):  # a PE that only got the report may still lack data; not in three worlds
             found = run_pes(self._mismatched, 3, backend, timeout=250)
             if all(self.operator in text for errors in found for _, text, _ in errors.values()):
                 break
@@ -328,7 +328,7 @@ class ProtocolSuite:
                 assert name == "ContractMismatchError" and "PE 1" in text and "recover" in text, where
                 assert self.operator in text, where
                 assert seconds < 30.0, f"a mismatch is not a time-out: {where}"
-                if "says what differs" not in text:  # a PE that was only told of it may not have been told by what
+                if "says what differs" not in text:  # a PE that only got the report may not know what differs
                     assert all(each in text for each in self.mismatches[kind].told), where
 
     def test_the_first_call_meets_something_else(self, backend: str) -> None:

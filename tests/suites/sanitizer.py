@@ -1,7 +1,7 @@
-"""Operators under ThreadSanitizer: silent as they are, and loud with any part of their protocol taken out.
+"""Operators under ThreadSanitizer: no error, but one for each mutation of their protocol.
 
-The tests are written here once (`SanitizerSuite`). An operator gives its driver: a program of host_driver/ that runs
-all PEs of a world as threads, its builds, the cases in which it must be silent, and the mutations that it must notice.
+`SanitizerSuite` contains the tests. An operator provides its driver: a program of host_driver/ that runs all PEs of a
+world as threads, its builds, the cases without errors, and the mutations that it must notice.
 """
 
 from __future__ import annotations

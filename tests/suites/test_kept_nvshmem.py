@@ -1,4 +1,4 @@
-"""NVSHMEM that kept PEs leave started between the worlds of tests on GPUs: when it starts again, and when it ends."""
+"""NVSHMEM that stays started in kept PEs, between worlds of tests on GPUs: when it starts again, and when it ends."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Kernels with warps of 32 lanes under ThreadSanitizer: what lanes do for one another.
+"""Kernels with warps of 32 lanes under ThreadSanitizer: communication between lanes.
 
-Each lane is a thread (host_driver/lanes). A lane that passes a collective by ends the program, and what one lane writes
-and another reads is a race where no collective or sync of theirs lies between. gemv is left out: its lanes share tiles
-of `mma` instructions, which the host has not.
+Each lane is a thread (host_driver/lanes). A lane that skips a collective ends the program. If one lane writes and
+another lane reads without a collective or sync of both in between, this is a race. gemv is left out: its lanes share
+tiles of `mma` instructions, which the host does not have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mutations of kernel sources: tags, statements, what each edit makes of one; and that nothing is mutated unnoticed."""
+"""Mutations of kernel sources: tags, statements, the result of each edit; and no mutation goes unnoticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rehearsal of the tests for GPUs asks for the kernels that the tests load, and puts them where these look."""
+"""The rehearsal of the tests for GPUs requests the kernels that the tests load, and stores them where these look."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mutation counts as caught where the driver ends as it should then, and not where it crashes or does not run."""
+"""A mutation is caught if the driver ends as expected, and not if the driver crashes or does not run."""
 
 from __future__ import annotations
 

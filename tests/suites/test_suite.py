@@ -1,4 +1,4 @@
-"""What `make test-gpu` runs, as far as a machine without GPUs can tell; workers and PEs that crash."""
+"""What `make test-gpu` runs, as far as it can be tested without GPUs; workers and PEs that crash."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_compared_now_and_looked_at_later_is_told() -> None:
     checks = Checks()
     changed = right.clone()
     checks.compare("turn 1, a", changed, right)
-    changed.fill_(float("nan"))  # behind the comparison
+    changed.fill_(float("nan"))  # after the comparison
     checks.compare("turn 1, b", wrong, right)
     checks.compare("turn 2", torch.tensor([-0.0]), torch.tensor([0.0]))
     assert checks.look(19) == []
@@ -195,7 +195,7 @@ def test_a_world_whose_nvshmem_has_not_started_is_started_again(monkeypatch: pyt
 
 
 def test_on_gpus_worlds_of_each_size_have_pes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of one worker start together; only what a world has left is ended when it fails."""
+    """The PEs of one worker start together. If a world fails, only its remaining PEs are ended."""
     started: list[object] = []
 
     def start() -> tuple[object, object]:

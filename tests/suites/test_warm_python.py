@@ -1,4 +1,4 @@
-"""What a forked program is given: file descriptors under the numbers asked for, interrupts, a driver not in use."""
+"""Properties of a forked program: file descriptors under the requested numbers, interrupts, an unused driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNT = 20
 
 
 def _pipes(first: int) -> dict[int, int]:
-    """Open pipes; return by the number of each writing end, of which none is below `first`, that of the reading end."""
+    """Open pipes; return the reading end's number by the writing end's number, which is at least `first`."""
     found = {}
     for _ in range(_COUNT):
         reader, writer = os.pipe()

@@ -1,6 +1,6 @@
-"""Lanes of a warp come to its collectives together: none stands where `&&`, `||` or `?:` lets some lanes pass it by.
+"""Lanes of a warp reach its collectives together: no collective stands where `&&`, `||` or `?:` lets lanes skip it.
 
-A GPU waits for the missing lanes without end; the host's warps of one lane show nothing.
+A GPU waits for the missing lanes forever. The host's warps of one lane do not show this.
 """
 
 from __future__ import annotations

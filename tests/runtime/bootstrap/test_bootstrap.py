@@ -1,6 +1,6 @@
-"""PEs find each other, and every way in which they cannot ends in an error on every PE, in time.
+"""PEs find each other. Every failure to do so ends in an error on every PE, in time.
 
-The PEs of most tests are three processes that stay alive and are told what to do over pipes, because the import of
+The PEs of most tests are three processes that stay alive and get their commands over pipes, because the import of
 torch takes far longer than a test.
 """
 
@@ -80,7 +80,7 @@ for line in sys.stdin:
 
 
 class Worker:
-    """A process that is told what to do."""
+    """A process that receives commands."""
 
     def __init__(self) -> None:
         self.process = Popen(
@@ -341,7 +341,7 @@ def test_stopped_rank_zero(pool: list[Worker]) -> None:
         assert_all_failed(all_do(pool[1:], "exchange", timeout=1), 1 + SLACK, "does not answer", "stopped")
     finally:
         os.kill(pool[0].process.pid, signal.SIGCONT)
-    # The others cannot tell rank 0 any more that they have left; without this it would wait for them in close().
+    # The others cannot inform rank 0 any more that they have left. Without this it would wait for them in close().
     all_do(pool[:1], "fail", message="I was stopped")
     all_do(pool, "close")
 
@@ -462,7 +462,7 @@ def test_who_leaves_behind_an_exchange_does_not_end_it(arrives: bool) -> None:
 
 
 class HeldUpBoard(ThreadMailbox):
-    """Holds its PE up once, behind its first look at a counter, until time is over; something happens meanwhile."""
+    """Holds its PE up once, after its first look at a counter, until time is over. Something happens meanwhile."""
 
     def __init__(self, table: ThreadTable, counter: str, happens: Callable[[], None]) -> None:
         super().__init__(table)

@@ -1,4 +1,4 @@
-"""What `detect` makes of the environments that launchers leave, and of those that contradict themselves."""
+"""`detect` in the environments of launchers, and in environments that contradict themselves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     "PMIX_NAMESPACE": "prterun-node0-12@1",
 }
-# A batch script without srun: the variables of the allocation, and those of the batch step's only process.
+# A batch script without srun: the variables of the allocation, and the variables of the batch step's only process.
 SBATCH = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
 SRUN = {
     **SBATCH,

@@ -1,4 +1,4 @@
-"""What PEs know of each other beside flags: a peer that has ended is noticed early, one that compiles is waited for."""
+"""What PEs know of each other without flags: a PE that has ended is noticed early; PEs wait for one that compiles."""
 
 from __future__ import annotations
 

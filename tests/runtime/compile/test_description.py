@@ -1,4 +1,4 @@
-"""What the headers tell Python of their structs is what a compiler makes of them; what is left out does not compile."""
+"""The headers' description of their structs matches the compiler's layout. An incomplete one does not compile."""
 
 from __future__ import annotations
 

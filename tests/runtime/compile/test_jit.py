@@ -1,4 +1,4 @@
-"""Compiling kernels: what is in the key, what the compilers are told, and what they report."""
+"""Compiling kernels: what is in the key, what the compilers are passed, and what they report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding compilers and libraries, and saying what is missing."""
+"""Finding compilers and libraries, and reporting what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-gather and products with what was gathered, in one kernel."""
+"""All-gather and a product with the gathered tensor, in one kernel."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def all_gather_matmul(a: torch.Tensor, bs: Sequence[torch.Tensor]) -> _Results:
 
 
 class _Key(NamedTuple):
-    """What tells plans apart.
+    """What distinguishes plans.
 
     Attributes:
-        team: who gathers.
+        team: the PEs that gather.
         shape, dtype: of a.
-        columns: of what it is multiplied with.
-        is_aligned: whether a begins at a multiple of 16 bytes, and has a multiple of them.
+        columns: of the other factor.
+        is_aligned: whether a's address and size are multiples of 16 bytes.
         tuning: see `OperatorState`.
     """
 

@@ -32,8 +32,8 @@ class Case:
 
     Attributes:
         shape: of a.
-        columns: of what is multiplied with.
-        is_shifted: a begins one element behind an aligned address, on every second PE.
+        columns: of the other factor.
+        is_shifted: a begins one element after an aligned address, on every second PE.
     """
 
     name: str
