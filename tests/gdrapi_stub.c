@@ -1,8 +1,8 @@
-// A stand-in for GDRCopy (libgdrapi.so.2) for tests of NVSHMEM's remote transport on a machine without its driver.
+// A replacement of GDRCopy (libgdrapi.so.2) for tests of NVSHMEM's remote transport on a machine without its driver.
 //
 // GDRCopy maps GPU memory for the CPU, and NVSHMEM's UCX transport performs signals through such a mapping. With
-// NVSHMEM_HEAP_KIND=SYSMEM the heap is host memory, which the CPU reaches where it is: so the "mapping" of a buffer is
-// the buffer itself. Types and names are those of GDRCopy's public interface, version 2.
+// NVSHMEM_HEAP_KIND=SYSMEM the heap is host memory, which the CPU reaches directly, so the "mapping" of a buffer is
+// the buffer itself. Types and names match GDRCopy's public interface, version 2.
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 """NVSHMEM that stays started in kept PEs, from one world to the next.
 
-A start takes one to three seconds, and where PEs share GPUs, one job starts at a time. Starts were most of the time of
-worlds on GPUs. Tests of how NVSHMEM starts and ends use worlds whose PEs are started for them (`po.launch`).
+A start takes one to three seconds, and where PEs share GPUs, one job starts at a time. Without kept PEs, starts would
+dominate the time of worlds on GPUs. Tests of starts and ends use worlds whose PEs are started for them (`po.launch`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """PEs that are processes and are kept from one program to the next. To start one takes longer than most programs.
 
-For programs that leave nothing: each has its own world, which it finalizes, as under `po.launch`. Tests of how
+For programs that leave no state: each has its own world, which it finalizes, as under `po.launch`. Tests of how
 processes begin, fail or end use `po.launch`. torch.distributed's default group and GPUs need processes.
 
 On GPUs, worlds of each size have PEs of their own, in which NVSHMEM stays started (kept_nvshmem.py).

@@ -1,4 +1,4 @@
-"""Computations that PEs that are threads make one after the other.
+"""Computations that PE threads make one after the other.
 
 torch releases the interpreter's lock in every operation, however small. Threads that compute side by side pass the lock
 back and forth, which takes most of the time. Each thread would also compute what a cache would keep for all.

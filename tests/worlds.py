@@ -102,9 +102,9 @@ def python_path() -> str:
 
 
 def init_with_impatient_kernels(backend: str, timeout: float, heap_size: int, **options: Any) -> None:
-    """Join a world whose kernels wait for a peer at most `timeout` seconds. On the host, PEs wait without limit.
+    """Join a world whose kernels wait for a peer at most `timeout` seconds. Host code waits without limit.
 
-    On a busy machine, PEs reach a meeting on the host one after the other.
+    On a busy machine, PEs reach a meeting of host code one after the other.
     """
     po.init(backend, operator_timeout=60.0, heap_size=heap_size, **options)
     po.runtime.world.current().workspace.timeout = timeout

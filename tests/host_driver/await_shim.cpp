@@ -1,4 +1,4 @@
-// po::await for the tests, of a thread that does not run for a while behind its last look.
+// po::await for the tests, in a thread that does not run for a while after its last look.
 #include <unistd.h>
 
 #include <cstddef>

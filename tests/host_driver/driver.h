@@ -29,7 +29,7 @@ namespace driver {
 
 [[noreturn]] inline void fail(Exit status, const char* format, ...) {
   static std::mutex mutex;
-  mutex.lock();  // never released: the first failure is the one that is told
+  mutex.lock();  // never released: only the first failure is reported
   va_list arguments;
   va_start(arguments, format);
   std::vfprintf(stderr, format, arguments);
@@ -53,7 +53,7 @@ struct Default {
   const char* value;
 };
 
-// What every driver can be told.
+// Options of every driver.
 inline constexpr Default kLaunches[] = {
     {"--wgs", "2"},              // WGs per launch
     {"--threads", "2"},          // threads per WG
@@ -178,7 +178,7 @@ void wait_until(const Condition& condition) {
   while (!condition()) usleep(200);
 }
 
-// Where PEs meet without an order, in that sense, between what they do before and behind it.
+// Where PEs meet. A meeting creates no order that the sanitizer sees between what comes before and after it.
 class Meeting {
  public:
   explicit Meeting(int size) : size_(size) {}
@@ -296,13 +296,13 @@ class BasePe {
 
   virtual void run_kernel(int64_t launch) = 0;
 
-  // Ends the process where the results of a launch, or what it leaves behind, are not as they should be.
+  // Ends the process if the results of a launch, or what it leaves in memory, are wrong.
   virtual void check(int64_t launch) = 0;
 
   // The same of a launch that was given up.
   virtual void check_given_up(int64_t) {}
 
-  // Nothing in this PE's heap is from a launch behind the one that its sender gave up.
+  // Nothing in this PE's heap is from a launch after the one that its sender gave up.
   virtual void check_traces() const {
     const po::Team& team = plan.team;
     for (int sender = 0; sender < size; ++sender) {
@@ -332,7 +332,7 @@ class BasePe {
     if (rank == number("--slow-pe")) usleep(static_cast<useconds_t>(number("--slow-us")));
   }
 
-  // A launch that a PE stays away from or comes to under another contract, and some behind it: all end.
+  // A PE stays away from a launch or comes to it under another contract. The launch, and some after it, end.
   virtual void go_through_trouble(int64_t launch) {
     if (rank == number("--stop-pe")) return;
     for (int64_t i = 0; i <= number("--queued"); ++i) {
@@ -351,7 +351,7 @@ class BasePe {
   int64_t trouble_at() const { return world.options.has("--trouble-at") ? number("--trouble-at") : -1; }
   bool is_trouble_at(int64_t launch) const { return launch == trouble_at(); }
 
-  // Sets aside room in the heap, with a guard behind it; returns its offset.
+  // Sets aside room in the heap, with a guard after it; returns its offset.
   uint64_t take(uint64_t bytes) {
     const uint64_t offset = heap_bytes;
     heap_bytes += (bytes + 127) / 128 * 128;

@@ -308,7 +308,7 @@ class Pe final : public driver::BasePe<Plan, World> {
     const auto mismatched = static_cast<int>(options.number("--other-pe"));
     const int absent = stopped >= 0 ? stopped : late;
     if (rank == stopped) return;
-    if (error.state == 0 && rank == late) check_output(launch);  // if rows are wrong, this tells which
+    if (error.state == 0 && rank == late) check_output(launch);  // if rows are wrong, this says which
     if (error.state == 0) fail(driver::kWrongReport, "PE %d, launch %ld: did not notice the trouble", rank, launch);
     const auto blamed = static_cast<int>(error.peer);
     if (absent >= 0) {
@@ -319,7 +319,7 @@ class Pe final : public driver::BasePe<Plan, World> {
       const bool is_known = error.kind == po::kTimeout || is_from_witness;
       if (blamed != absent || !is_known || !is_as_told) fail_with_record(driver::kWrongReport, launch);
     } else {
-      // Whoever noticed first tells the others, with the reason, and whom it blames.
+      // The first PE to notice informs the others: the reason, and the PE that it blames.
       const bool was_told = error.kind == po::kReportedByPeer;
       const auto reason = was_told ? po::low_bits_of(error.seen) >> po::kBlameKindShift : error.kind;
       const bool is_named = blamed == mismatched || (was_told && static_cast<int>(error.index) == mismatched);

@@ -374,7 +374,7 @@ def test_hooks_of_the_optimizers_state_dict() -> None:
 
 
 def _in_memory() -> list[bool]:
-    """Copies of state dicts restore everything, after one more step; whole tensors do too.
+    """Copies of state dicts restore everything, and so undo one later step; whole tensors do too.
 
     Of param_groups, the number of steps is enough.
     """

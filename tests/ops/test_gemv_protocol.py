@@ -179,7 +179,7 @@ def test_giving_up_is_soon_over_however_many_rows_are_missing(backend: str) -> N
 def _stale_packets(backend: str) -> list[bool]:
     """Return to epochs that differ from earlier epochs in their upper bits alone.
 
-    PE 1 multiplies for long. It has granted its credit, but sent nothing, when PE 0 first looks for its packets.
+    PE 1 multiplies for a long time. It has granted its credit, but sent nothing, when PE 0 first looks for its packets.
     """
     po.init(backend, operator_timeout=20.0, heap_size=32 * MB)
     workspace = po.runtime.world.current().workspace

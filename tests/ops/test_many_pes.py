@@ -1,4 +1,4 @@
-"""Worlds with more PEs than a word has bits: every operator, and the PE that errors name if one stays away."""
+"""Worlds with more PEs than a word has bits: every operator, and who is blamed where one stays away."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ _TRAINED = Training(
 @serially
 @functools.lru_cache(maxsize=256)
 def _weights_gradient(owner: int, world: int) -> torch.Tensor | None:
-    """Return the gradient of an owner's lookup weights in the global batch."""
+    """Return that of an owner's lookups in the global batch."""
     return Model(_TRAINED, owner, world).gradients(_ITERATION, 0).factors
 
 
 def _trained() -> str | None:
-    """Exchanged, weighted lookups: tables that a backward pass updates, and gradients of the weights."""
+    """Lookups that PEs have exchanged, weighted: tables that a backward pass updates, and gradients of the weights."""
     case, rank, world = _TRAINED, po.rank(), po.world_size()
     tables = [table.clone() for table in make_inputs(case, rank, world, 0).tables]
     optimizer = po.EmbeddingOptimizer(tables, case.optimizer, lr=0.1)
@@ -123,13 +123,13 @@ def _sparse_gradients() -> str | None:
 
 
 def _gradient(case: Training) -> torch.Tensor:
-    """Return the gradient of this PE's samples."""
+    """Return that of this PE's samples."""
     split = split_of(case.shape, po.world_size())
     return make_gradient(case, po.world_size(), _ITERATION, 0).split(split)[po.rank()]
 
 
 def _heap() -> str | None:
-    """A tensor at the same address offset on every PE. Each PE has written to all of them."""
+    """A tensor at the same place of every PE, to which each PE has written."""
     mine = po.empty(3, dtype=torch.int64).fill_(po.rank())
     po.barrier()
     seen = [int(po.peer_view(mine, pe)[1]) for pe in range(po.world_size())]
@@ -172,7 +172,7 @@ def _sum_of_ranks(count: int) -> bool:
 
 
 def _given_up(backend: str, folder: Path) -> tuple[str, bool, str]:
-    """The last PE but one gives up because of the last PE, which comes later. Then the last PE leaves."""
+    """The last PE but one gives up because of the last one, which comes later; then the last one leaves."""
     po.init(backend, operator_timeout=100.0, heap_size=64 * MB)
     rank, last = po.rank(), po.world_size() - 1
     _sum_of_ranks(100)  # which compiles

@@ -41,8 +41,8 @@ inline constexpr int kWarpSize = 32;
 
 namespace lanes {
 
-// Where so many lanes of a warp meet: each is behind what the others did before. Asleep meanwhile, all on one word, since a mutex
-// would be handed on from one to the next.
+// Where so many lanes of a warp meet: each continues after what the others did before. They sleep on one word, since
+// a mutex would be handed from one lane to the next.
 class Meeting {
  public:
   // Of those who have not come to it, which ends with the last of them.
@@ -77,8 +77,8 @@ class Meeting {
   std::atomic<uint32_t> round_{0};
 };
 
-// What the lanes of a tile, or of a whole warp, show one another. They meet once for each collective: what they have shown stays
-// until the one behind the next, to which nobody comes who has not looked.
+// What the lanes of a tile, or of a whole warp, show one another. They meet once for each collective. What they have
+// shown stays until the meeting after the next one, which a lane reaches only after it has looked.
 struct Board {
   struct Shown {
     uint8_t values[kWarpSize][16];

@@ -82,7 +82,7 @@ class Piece {
 
   PO_FN void store_own() const { store(team_.rank, output_); }
 
-  // Behind their credit. Each PE begins with another peer, so that not all store to the same one.
+  // After their credit. Each PE begins with another peer, so that not all store to the same one.
   PO_FN void store_to_peers() const {
     for (int hop = 1; hop < team_.size; ++hop) {
       const int peer = (team_.rank + hop) % team_.size;
@@ -90,7 +90,7 @@ class Piece {
     }
   }
 
-  // Puts it to peers that are not reachable, and tells all of them that it is there: one thread per peer.
+  // Puts it to peers that are not reachable, and signals its arrival to all of them: one thread per peer.
   PO_FN void send() const {
     const auto word = static_cast<uint64_t>(wg_.index());
     bool has_put = false;
@@ -98,7 +98,7 @@ class Piece {
       if (peer == team_.rank) continue;
       if (!is_reachable(team_, peer)) {
         const uint8_t* source = team_.heap + output_ + place();
-        fence_acq_rel_sys();  // what all threads have stored into it, behind the sync, is out for the network
+        fence_acq_rel_sys();  // the network sees what all threads have stored before the sync
         put_nbi(team_, peer, granted_output(team_, peer) + place(), source, static_cast<uint64_t>(end_ - begin_));
         put_fence(team_);  // @piece-fence
         has_put = true;
@@ -125,7 +125,7 @@ class Piece {
   const Team& team_;
   const uint8_t* a_;
   const uint64_t output_;
-  const int64_t part_;  // where that of this PE begins in an output
+  const int64_t part_;  // where this PE's part begins in an output
   int64_t begin_;       // in the part
   int64_t end_;
 };
@@ -221,7 +221,7 @@ class Products {
     landed_.await(round_++);  // @tile-landed
   }
 
-  // That of this PE need not be in the output yet: other WGs store it there.
+  // This PE's row need not be in the output yet: other WGs store it there.
   PO_FN const Storage* row_of(int64_t row) const {
     const Team& team = plan_.team;
     const int64_t first_own = team.rank * plan_.rows;
@@ -258,7 +258,7 @@ struct Kernel {
     piece.store_own();            // which hides some of the wait
     await_all_credits(team, wg);  // @piece-credits
     wg.sync();                    // @piece-credits-sync: threads share the peers, and each stores to all of them
-    // A thread that finds the launch given up leaves its share out; behind the sync all of them know, and tell nobody.
+    // A thread that finds the launch given up leaves its share out. After the sync all threads know, and signal nobody.
     if (!is_aborted(team)) piece.store_to_peers();
     wg.sync();  // @piece-stored
     if (!is_aborted(team)) piece.send();
