@@ -40,7 +40,7 @@ def _left(module: Any, before: list[torch.Tensor]) -> bool:
 
 
 def _third(records: bool) -> list[Any]:
-    """Let two forward passes wait, and make a third one; return what the oldest one's backward pass says and leaves."""
+    """Leave two forward passes open, and make a third one; return the oldest one's error in the backward pass."""
     module, split = _module({"b": "replicated"}), {"batch_per_rank": [1] * po.world_size()}
     oldest, other = module(*_lookups(1, 2), **split), module(*_lookups(3, 4), **split)
     with torch.set_grad_enabled(records):
@@ -103,7 +103,7 @@ _PLACES = {
 @pytest.mark.parametrize("how", ["written", "drawn", "loaded"])
 @pytest.mark.parametrize("place", _PLACES)
 def test_rows_that_have_changed_are_refused_by_all(backend: str, place: str, how: str) -> None:
-    """Also by a PE that has none of them; of two dtypes each has an update of its own."""
+    """Also on a PE without such tables. Tables of two dtypes have an update each."""
     for dtypes in ((torch.float32, torch.float32), (torch.float32, torch.bfloat16)):
         is_looked_at = dtypes[1] == torch.bfloat16
         found = in_world(_changed, 2, backend, how, _PLACES[place], dtypes, is_looked_at, operator_timeout=30.0)

@@ -57,7 +57,7 @@ class _Trained:
         )
 
     def tables(self) -> list[torch.Tensor]:
-        """Return what this PE has."""
+        """Return this PE's tables."""
         if self._kind == "sparse":
             (table,) = self._tables
             return [torch.zeros(ROWS, WIDTH) if table.grad is None else -table.grad.to_dense().cpu()]
@@ -113,7 +113,7 @@ def _swapped(kind: str, *, is_one: bool, is_first: bool) -> list[Any]:
     name, text, _ = error_of(lambda: [passes[0](), passes[1](), po.check()])
     po.recover()
     after = [table for trained in (first, second) for table in trained.tables()]
-    # On GPUs gradients are handed on before their launch has ended.
+    # On GPUs autograd passes gradients on before their launch has ended.
     is_same = _is_same_or_nan if kind == "sparse" and po.backend() == "cuda" else torch.equal
     return [name, text, all(map(is_same, before, after))]
 
@@ -140,7 +140,7 @@ def test_gradients_of_a_launch_that_is_given_up_are_no_numbers(backend: str) -> 
     [(2, False, True), (2, False, False), (2, True, False), (3, False, False), (3, True, False)],
 )
 def test_another_order_is_a_mismatch(backend: str, world: int, is_one: bool, is_first: bool, kind: str) -> None:
-    """Of equal modules, or of one; in the first passes, where PEs meet on the host before the launch, or later."""
+    """With equal modules or one module; in the first passes, where PEs meet on the host before the launch, or later."""
     for name, text, is_unchanged in in_world(partial(_swapped, kind, is_one=is_one, is_first=is_first), world, backend):
         assert name == "ContractMismatchError" and is_unchanged and "forward_pass is" in text, (name, text)
         if not is_first:
@@ -186,7 +186,7 @@ def test_the_mismatch_names_modules() -> None:
 
 
 def _in_one_order(kind: str) -> list[bool]:
-    """Two modules, forward then backward, then backward from the last one on; and two passes of one, both ways."""
+    """Two modules: forward, then backward, then backward from the last one on; and two passes of one, both ways."""
     first, second = _Trained(kind), _Trained(kind)
     done: dict[_Trained, list[int]] = {first: [], second: []}
     seen = []
@@ -220,7 +220,7 @@ def test_the_same_order_on_all_pes_is_right(backend: str, kind: str, world: int)
 
 
 def _steps_behind(backend: str, trouble: str, kind: str) -> list[Any]:
-    """One PE counts a forward pass that the other does not come to, or raises in one; then all train."""
+    """One PE counts a forward pass that the other PE does not make, or that raises. Then all PEs train."""
     init_with_impatient_kernels(backend, 2.0, 64 << 20)
     trained = _Trained(kind)
     _backward(trained.forward(), 0)()
@@ -260,7 +260,7 @@ def test_pes_go_on_with_equal_numbers(trouble: str, kind: str, told: list[str]) 
 
 
 def _tried_alone() -> bool:
-    """A PE looks at replicated tables by itself, and so counts more forward passes than the other."""
+    """A PE reads replicated tables alone, and so counts more forward passes than the other PE."""
     trained = _Trained("replicated")
     _backward(trained.forward(), 0)()
     if po.rank() == 1:
@@ -323,5 +323,5 @@ def _word_of_the_call() -> list[bool]:
 
 
 def test_the_number_is_the_contract_s_last_word() -> None:
-    """Which is how `Contract` and the workspace's messages find it."""
+    """`Contract` and the workspace's messages find it there."""
     assert in_world(_word_of_the_call, 1, "host") == [[True, True]]

@@ -50,7 +50,7 @@ class Dense(torch.nn.Module):
 
 
 class Arrival:
-    """Sums of dense gradients and launches that wait for peers, of which the one is late on PE 0, the other on PE 1.
+    """Sums of dense gradients, and launches that wait for peers. One of them is late on PE 0, the other on PE 1.
 
     Attributes:
         is_ordered: whether sums and launches are put in one order.
@@ -63,7 +63,7 @@ class Arrival:
         self._late = torch.cuda.Stream()
 
     def delay_launch(self) -> None:
-        """Let what comes next on the current stream be late on PE 1."""
+        """Delay the next work on the current stream on PE 1."""
         if self.is_forced and po.rank() == 1:
             torch.cuda._sleep(LATE_CYCLES)
 
@@ -141,7 +141,7 @@ class Expected:
 
 
 class Step:
-    """A training step of which tensors stay where they are, so that it can be captured."""
+    """A training step with tensors at fixed addresses, so that it can be captured."""
 
     def __init__(
         self, arrival: Arrival, module: DistributedDataParallel, device: torch.device, ahead: Ahead | None = None
@@ -156,7 +156,7 @@ class Step:
         self.expected, self._number = Expected(), 0
 
     def load(self) -> None:
-        """Bring what the next step reads."""
+        """Copy the inputs of the next step."""
         self.expected.step(self._number)
         self._lookups.copy_(_lookups(po.rank(), self._number))
         self._factors.copy_(_factors(po.rank(), self._number))
@@ -204,7 +204,7 @@ class Seen:
 
 def _meet_in_opposite_order(backend: str, way: str, is_captured: bool, is_ahead: bool = False) -> Seen:
     """Train on this PE's GPU; see `Arrival`. `way`: "serial", "room", or "neither". `is_ahead`: see `Ahead`."""
-    # Streams that share a hardware queue would come in one order; without effect where CUDA has begun.
+    # Streams that share a hardware queue would run in one order. No effect if CUDA has been initialized.
     os.environ.update(NCCL_NVLS_ENABLE="0", CUDA_DEVICE_MAX_CONNECTIONS="32")
     init_with_impatient_kernels(backend, TIMEOUT_S, 256 << 20)
     try:
@@ -258,7 +258,7 @@ def _error_of_one(run: Callable[[], Any]) -> tuple[str, str]:
 
 
 def _assert_right_or_deadlocked(found: list[Seen], way: str) -> bool:
-    """Check what the PEs report, and return whether they have waited for each other until the time was over.
+    """Check the PEs' reports; return whether the PEs waited for each other until the time-out.
 
     With neither an order nor room they may: whether both kernels find room on a GPU is the scheduler's choice.
     """
@@ -318,7 +318,7 @@ def test_an_exchange_that_is_ahead(backend: str, way: str) -> None:
 @pytest.mark.apart
 @pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
 def test_a_training_with_room_has_the_losses_of_one_in_order(backend: str, is_captured: bool, tmp_path: Path) -> None:
-    """Of tables of all placements: those that are replicated add up their gradients over the PEs too."""
+    """With tables of all placements: replicated tables also add up their gradients over the PEs."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     options = on_gpus(tmp_path, backend, replicated_rows=20, evaluate_every=0)

@@ -59,7 +59,7 @@ class _Written(TorchDispatchMode):
 
 
 def test_a_gradient_is_written_once() -> None:
-    """Or not at all, where a group has one run and the result's dtype."""
+    """No copy at all if a group has one run and the result's dtype."""
     for dtypes, not_written in (([torch.float32] * 3, _WIDTHS[2]), ([torch.bfloat16, torch.float32, torch.float16], 0)):
         pooled = _pooled(dtypes)
         result = side_by_side(_RUNS, pooled)

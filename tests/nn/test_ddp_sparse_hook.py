@@ -63,7 +63,7 @@ def everything(name: str, step: int, rank: int, world: int) -> str:
 
 
 def missing(kind: str, name: str, step: int, rank: int, world: int) -> str:
-    """Take each table through: used, missed by one PE, by all but one, by all, and again."""
+    """Each table is in turn used, missed by one PE, by all but one, by all, and used again."""
     turn = (step + list(ROWS).index(name)) % 4
     special = (step + 1) % world
     is_missed = {0: False, 1: rank == special, 2: rank != special, 3: True}[turn]
@@ -71,7 +71,7 @@ def missing(kind: str, name: str, step: int, rank: int, world: int) -> str:
 
 
 def no_row(name: str, step: int, rank: int, world: int) -> str:
-    """Let one PE look up nothing in a table, and the others not even that: in turns, with one that all of them use."""
+    """One PE has no lookups in a table, and the others do not use the table: alternately, with a table that all use."""
     if (step + list(ROWS).index(name)) % 3 == 0:
         return "used"
     return "empty" if rank == step % world else "unused"
@@ -206,7 +206,7 @@ def train(case: Case) -> list[str]:
                 ).backward()
         po.check()
         if case.zero == "in place":
-            # A gradient that was zeroed is there: a table that nobody used has an empty one, or a dense one of zeros.
+            # A zeroed gradient exists: an unused table has an empty gradient, or a dense one of zeros.
             for (name, parameter), reference in zip(model.module.named_parameters(), exact.parameters(), strict=True):
                 if reference.grad is None and parameter.grad is not None and not bool(dense(parameter.grad).any()):
                     if step == 0:
@@ -317,7 +317,7 @@ def check_two_modules() -> list[str]:
 
 
 def check_tables_of_one_shape() -> list[str]:
-    """Sums of equal layout must not wait for each other, nor take each other's room for results."""
+    """Sums of equal layout must not wait for each other, nor use each other's room for results."""
     world, rank = po.world_size(), po.rank()
     tables = torch.nn.ModuleList([Tables(1000, 3) for _ in range(4)])
 
@@ -362,7 +362,7 @@ def check_tables_of_one_shape() -> list[str]:
 
 
 class GivenGradient(torch.autograd.Function):
-    """Zero, whose gradient for the table has ones in the given rows, be they rows of it or not."""
+    """Zero, whose gradient for the table has ones in the given rows, which may be out of range."""
 
     @staticmethod
     def forward(context: Any, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -409,7 +409,7 @@ def check_a_bad_row() -> list[str]:
 
 
 def check_after_recovery() -> list[str]:
-    """What a pass left under way that only one PE gave up between two buckets is not waited for after po.recover()."""
+    """After po.recover(), a pass that only one PE gave up between two buckets is not waited for."""
     problems = []
     rank, world = po.rank(), po_world.current()
     first, second = (torch.nn.Parameter(torch.zeros(90, 4, device=po.device())) for _ in range(2))
@@ -500,7 +500,7 @@ def check_after_an_aborted_pass() -> list[str]:
 
 
 def check_no_synchronization() -> list[str]:
-    """In no_sync() a table that is not used keeps no gradient, whatever it is that makes DDP wait."""
+    """In no_sync() an unused table keeps no gradient, for every reason that makes DDP wait."""
     module = wrapped(Model(), may_be_unused=True, find_unused_parameters=True)
     without = on_device({"offset": torch.ones(DIM)})
     with module.no_sync():

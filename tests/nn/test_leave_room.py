@@ -71,7 +71,7 @@ OPERATORS = {
 
 
 def _call_all() -> dict[str, int]:
-    """Call operators in shapes that would fill a GPU; return the most WGs that plans of each have."""
+    """Call operators in shapes that would fill a GPU; return the maximum number of WGs in the plans of each."""
     world = po_world.current()
     table = torch.zeros(64, 32)
     optimizer = po.EmbeddingOptimizer([table], "sgd")
@@ -167,7 +167,7 @@ def test_a_launch_that_leaves_too_little_is_refused() -> None:
 
 
 def _nccl(max_ctas: int = NUM_SMS, cluster: int = 1) -> Any:
-    """Return what stands for NCCL's part of a group."""
+    """Return a replacement of NCCL's part of a group."""
     config = SimpleNamespace(max_ctas=max_ctas, cga_cluster_size=cluster)
     return SimpleNamespace(name=lambda: "nccl", options=SimpleNamespace(config=config))
 

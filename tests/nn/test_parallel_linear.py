@@ -183,7 +183,7 @@ def column_problem(case: Case, layer: po_nn.ColumnParallelLinear, leading: tuple
     size = F.linear(x.double().abs(), whole_layer(case).double().weight.abs())[..., first:last]
     bound = case.inputs * 2.0**-23 * size + 2 * UNIT.get(case.dtype, 0.0) * (exact.abs() + 4)
     path = "gemv" if 1 <= x[..., 0].numel() <= 16 else "linear"
-    taken = "linear" if case.dtype == torch.float64 else path  # which the kernel does not take
+    taken = "linear" if case.dtype == torch.float64 else path  # a dtype that the kernel does not support
     if layer.last_path != taken or layer.path(x[..., 0].numel()) != path:
         return f"took the {layer.last_path} path"
     if result.dtype != case.dtype or result.shape != exact.shape:
@@ -303,7 +303,7 @@ def test_row_parallel_rounds_no_product_for_autocast(backend: str, world: int) -
 
 @torch.no_grad()
 def double_program(backend: str) -> list[str]:
-    """Sums of float64 are of float64, but where they are to travel in fp32."""
+    """Sums of float64 have dtype float64, unless they travel in fp32."""
     problems = []
     with world_of(backend) as world:
         case = Case("double", dtype=torch.float64)
@@ -419,7 +419,7 @@ def test_from_linear_copies_and_converts(backend: str) -> None:
 
 
 def errors_program(backend: str) -> list[str]:
-    """Return what is not raised as it should be."""
+    """Return the errors that are missing or wrong."""
     Row, Column = po_nn.RowParallelLinear, po_nn.ColumnParallelLinear
     with world_of(backend, has_group=False):
         device = po.device()
@@ -479,7 +479,7 @@ def test_what_does_not_fit_is_refused(backend: str) -> None:
 
 @torch.no_grad()
 def groups_program(backend: str) -> list[Any]:
-    """What a layer says that has a group of other ranks; copies of one that has a group of all."""
+    """The errors of a layer whose group has other ranks, and copies of a layer whose group has all ranks."""
     with world_of(backend) as world:
         mine = [torch.distributed.new_group([rank]) for rank in range(world.size)][world.rank]
         group = torch.distributed.new_group(list(range(world.size)))
@@ -507,7 +507,7 @@ def saved_program(backend: str) -> bytes:
 
 @torch.no_grad()
 def loaded_program(backend: str, saved: list[bytes]) -> list[str]:
-    """What each layer says to an input that fits it."""
+    """The error of each layer for an input that fits the other one."""
     with world_of(backend, has_group=False):
         said = []
         for layer in pickle.loads(saved[min(po.rank(), len(saved) - 1)]):

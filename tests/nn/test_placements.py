@@ -95,7 +95,7 @@ def test_the_hot_table_is_cut_in_few_slices_and_others_for_memory(rates: Rates) 
 
 
 def test_little_time_is_worth_no_cut() -> None:
-    """The formula is about as exact."""
+    """The formula has about this accuracy."""
     equal = {f"t{n}": (1_000_000, 128, 10.0) for n in range(27)}
     assert set(_chosen(equal, 4)[0].values()) == {TablePlacement()}, "7 tables of the PE with the most, 6.75 on average"
     kinds = [each.kind for each in _chosen({name: equal[name] for name in list(equal)[:5]}, 4)[0].values()]
@@ -126,7 +126,7 @@ def test_pes_compare_what_was_decided_and_not_why() -> None:
 
 
 def test_replicas_keep_the_order_of_the_tables() -> None:
-    """Random bits are drawn by it."""
+    """Their order determines the random bits."""
     configs = [TableConfig(name, 100, 8, [name]) for name in "abc"]
     lookups = {"a": 1.0, "b": 3.0, "c": 2.0}
     placements = placements_of(configs, "replicated")
@@ -182,7 +182,7 @@ def test_tables_without_lookups_are_shared_too() -> None:
 
 @pytest.mark.parametrize("fixed", [{}, {"big": 0}])
 def test_others_share_memory_where_one_has_most_of_it(fixed: dict[str, int]) -> None:
-    """Whoever has the big table, and has nothing to do with how full the others are."""
+    """The owner of the big table. The load of the other PEs does not matter."""
     tables = {"big": (200_000_000, 100.0), "hot0": (1000, 100.0), "hot1": (1000, 100.0)}
     tables |= {f"cold{n}": (10_000_000, 1.0) for n in range(16)}
     layout = _by_lookups(tables, 4, fixed)
@@ -270,7 +270,7 @@ def test_small_tables_are_replicated_where_that_pays() -> None:
 
 
 def test_what_draws_random_bits_is_neither_cut_nor_replicated() -> None:
-    """Both decide which bits a row gets, and another run may measure other costs."""
+    """Cuts and replicas decide which random bits a row gets, and another run may measure other costs."""
     tables = {"hot": (10_000_000, 128, 100.0), **{f"s{n}": (200 * n + 3, 128, 1.0) for n in range(12)}}
     kinds = {
         (dtype, rounding): {
@@ -290,7 +290,7 @@ def test_what_draws_random_bits_is_neither_cut_nor_replicated() -> None:
 
 
 def test_how_large_a_replica_may_be() -> None:
-    """By its rows' sums against the rows that travel otherwise, and at most 8 MiB."""
+    """Decided by its rows' sums against the rows that travel otherwise, and at most 8 MiB."""
     tables = {"large": (10_000_000, 128, 1.0), "middle": (11_000, 128, 1.0), "most": (17_000, 128, 1.0)}
     kinds = {
         batch: [each.kind for each in _chosen(tables, 4, "rowwise_adagrad", _SLOW_LINKS, batch=batch)[0].values()]

@@ -39,7 +39,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def test_sums_in_parts_of_bfloat16_are_those_of_float32() -> None:
-    """Also what overflows bfloat16, and what is not finite: those make the same rows infinite as one owner's sums."""
+    """Also values that overflow bfloat16 or are not finite. The same rows become infinite as with one owner's sums."""
     sums = torch.tensor([1.0, -3.1415927, 0.0, 1.2345e-30, 3.4e38, -3.3999e38, math.inf, -math.inf])
     added = torch.zeros_like(sums)
     for part in _parts(sums, torch.bfloat16):
@@ -227,7 +227,7 @@ def _of_bad_lengths(placement: str, lengths: list[int]) -> list[torch.Tensor]:
     ],
 )
 def test_bad_lengths_are_those_of_an_owner(backend: str, lengths: list[int]) -> None:
-    """Those below 0 are 0, and values that are missing or too many are left out, wherever tables lie."""
+    """Lengths below 0 count as 0. Missing and excess values are left out, for every placement."""
     owned, replicated = (in_world(_of_bad_lengths, 2, backend, how, lengths) for how in ("table_wise", "replicated"))
     for of_owner, of_replica in zip(owned, replicated, strict=True):
         for one, other in zip(of_owner, of_replica, strict=True):
@@ -251,7 +251,7 @@ def _in_another_world(placement: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("placement", ["replicated", "table_wise"])
 def test_a_module_of_another_world_is_refused(placement: str) -> None:
-    """Its gradients would be divided by the PEs of the world that it was made in."""
+    """Its gradients would be divided by the number of PEs of the world in which it was made."""
     for kind, told in _in_another_world(placement):
         assert kind == "RuntimeError" and "before po.finalize()" in told
 

@@ -141,7 +141,7 @@ def _in_inference() -> list[Any]:
     second = _run(module, case, 2, weights, knows_split=True)
     second.sum().backward()
     assert weights is not None
-    told = error_of(first.sum().backward)[:2]  # the tables are other ones since
+    told = error_of(first.sum().backward)[:2]  # the tables have changed since
     po.check()
     return [plain.requires_grad, torch.equal(plain, inferred), weights.grad is not None, *told]
 
@@ -153,7 +153,7 @@ def test_weights_that_require_a_gradient_where_none_is_recorded() -> None:
 
 
 def _several_wait() -> list[Any]:
-    """Four forward passes ahead of their backward passes, and the same one by one; where lookups were copied."""
+    """Four forward passes before their backward passes, and the same one by one; return where lookups were copied."""
     po.init("host", heap_size=64 << 20)
     case = next(case for case in CASES if case.name == "mixed")
     order, copies, tables = (5, 2, 4, 3), [], []
@@ -184,7 +184,7 @@ def test_any_number_of_forward_passes_may_wait_where_the_host_does_not_know_the_
 
 
 def _never_differentiated() -> list[Any]:
-    """Forward passes that record a gradient, and whose backward passes never come; how often lookups were copied."""
+    """Forward passes that record a gradient without any backward pass; return how often lookups were copied."""
     po.init("host", heap_size=64 << 20)
     case = next(case for case in CASES if case.name == "mixed")
     module, waiting, copies = case.make(), [], []

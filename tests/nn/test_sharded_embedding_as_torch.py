@@ -61,7 +61,7 @@ def test_ddp_leaves_tables_alone(is_told: bool, compiles: bool) -> None:
     results = in_processes(_under_ddp, 2, is_told, compiles, timeout=200)
     for before, after, gradient in results:
         assert torch.equal(before["a"], after["a"]) and torch.equal(before["c"], after["c"])
-        assert not after["b"].any()  # replicas begin alike
+        assert not after["b"].any()  # replicas begin with equal rows
         assert torch.equal(gradient, results[0][2]) and gradient.any()
     (before, *_), (other, *_) = results
     assert not torch.equal(before["a"], other["a"]) and before["c"].shape != other["c"].shape
@@ -261,7 +261,7 @@ def test_an_init_fn_leaves_the_generator_as_it_was() -> None:
 
 
 def _freed() -> list[bool]:
-    """Return whether tables and states are gone with their collection, at once, though a state dict is kept."""
+    """Return whether tables and states are freed with their collection, at once, though a state dict is kept."""
     gc.collect()
     gc.disable()
     try:

@@ -54,7 +54,7 @@ def _saved(backend: str, folder: str, case: Case, steps: int) -> dict[str, Any]:
 
 
 def _loaded(backend: str, folder: str, case: Case, more: int) -> Any:
-    """Load, and train on; return blocks, or what is refused."""
+    """Load and continue training; return blocks, or the error."""
     problem = ""
     with world_of(backend, "gloo"):
         module = case.make(gradient_scale=1.0, seed=99, lr=9.0)  # other rows and rates, which must not stay
@@ -73,7 +73,7 @@ def _loaded(backend: str, folder: str, case: Case, more: int) -> Any:
 
 
 def _whole(of_pes: list[dict[str, Any]], name: str, shape: torch.Size) -> torch.Tensor:
-    """Put the PEs' blocks together; NaN where nobody has any."""
+    """Concatenate the PEs' blocks; NaN where no PE has one."""
     whole = torch.full(shape, float("nan"))
     for of_pe in of_pes:
         for offsets, block in of_pe[name]:
@@ -189,7 +189,7 @@ def _entries() -> list[set[str]]:
 
 
 def test_what_a_group_is_saved_with() -> None:
-    """torch.distributed.checkpoint loads no checkpoint that lacks an entry: with another one none from before."""
+    """torch.distributed.checkpoint loads no checkpoint that lacks an entry. A new entry would break earlier ones."""
     assert in_world(_entries, 1, "host") == [[_ENTRIES, _ENTRIES]]
 
 
@@ -300,7 +300,7 @@ def _refused_whole() -> dict[str, tuple[str, bool]]:
 
 
 def test_what_is_refused_leaves_everything_as_it_was(backend: str) -> None:
-    """On every PE, whether it has a part of what is bad or not."""
+    """On every PE, whether it has a part of the bad entry or not."""
     key = "state_dict: b.momentum1: expected a"
     expected = {
         "wide": f"{key} tensor of [30, 8], got [30, 9]",
@@ -426,7 +426,7 @@ def _unlike(shards: TableShards) -> TableShards:
 
 
 def _errors_of_saving(parts: dict[str, Any]) -> dict[str, tuple[str, str, float]]:
-    """Return what raises that saves or copies any table or state, by how it does."""
+    """Return the errors of saving or copying any table or state, by the way that was used."""
     of_tables = [each for of_table in parts["optimizer"]["state"].values() for each in of_table.values()]
     ways: dict[str, Callable[[TableShards], object]] = {
         "saved": lambda shards: torch.save(shards, io.BytesIO()),

@@ -43,7 +43,7 @@ class DataType(enum.Enum):
 
 
 def _config(name: str, rows: int, dim: int, features: list[str], **more: Any) -> Any:
-    """Return what has EmbeddingBagConfig's attributes."""
+    """Return an object with EmbeddingBagConfig's attributes."""
     given = {"data_type": DataType.FP32, "pooling": PoolingType.SUM, "weight_init_min": None, "weight_init_max": None}
     return SimpleNamespace(
         name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features, **{**given, **more}
@@ -51,7 +51,7 @@ def _config(name: str, rows: int, dim: int, features: list[str], **more: Any) ->
 
 
 class Jagged:
-    """What has KeyedJaggedTensor's methods, with lookups in some order of features."""
+    """An object with KeyedJaggedTensor's methods, with lookups in some order of features."""
 
     def __init__(self, keys: list[str], values: list[torch.Tensor], lengths: list[torch.Tensor], weights: Any) -> None:
         self._parts = keys, values, lengths, weights
@@ -135,7 +135,7 @@ def test_keyed_jagged_tensors(backend: str, name: str) -> None:
 
 
 class _Collection:
-    """What has EmbeddingBagCollection's methods."""
+    """An object with EmbeddingBagCollection's methods."""
 
     def __init__(self) -> None:
         self._configs = [
@@ -161,7 +161,7 @@ class _Collection:
 
 
 class _Parameter:
-    """What has ParameterSharding's attributes."""
+    """An object with ParameterSharding's attributes."""
 
     def __init__(self, kind: str, ranks: list[int], widths: list[int], **more: Any) -> None:
         self.sharding_type, self.ranks = kind, ranks
@@ -286,7 +286,7 @@ def test_what_is_sent_of_a_gradient_is_at_most_the_bound(backend: str, placement
 
 
 def _refused_together() -> list[Any]:
-    """Of two groups of tables that need more room the second one finds none; then the first one alone needs some."""
+    """Two groups of tables need more room, and the second finds none. Then the first one alone needs more."""
     tables = [("a", 10, 4, ["x"], "sum"), ("b", 10, 4, ["y"], "mean")]
     module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=1, lookups_per_sample=1.0)
     seen = []
@@ -421,7 +421,7 @@ def test_what_it_cannot_be_made_of() -> None:
 
 
 def _called(placement: str) -> list[str]:
-    """Return what is not refused as it should be."""
+    """Return the errors that are missing or wrong."""
     module, split = replace(_SHARED, placement=placement).make(), "batch_per_rank"
     values, lengths = torch.zeros(3, dtype=torch.int64), torch.ones(3, dtype=torch.int64)
     jagged = _jagged(_SHARED, 0, 0, [0, 1, 2])
@@ -489,7 +489,7 @@ def test_what_it_cannot_be_called_with(placement: str) -> None:
 
 
 def _disagreed() -> list[tuple[str, str]]:
-    """Make collections of which each PE is given something else, with other collective parts; then one alike."""
+    """Make collections with different arguments on each PE, and other collective parts; then an equal one."""
     rank, is_first = po.rank(), po.rank() == 0
     a, b = po.nn.TableConfig("a", 100, 8, ["x"]), po.nn.TableConfig("b", 100, 8, ["y"], "mean")
     make = functools.partial(po.nn.ShardedEmbeddingBagCollection, max_batch=4)

@@ -180,7 +180,7 @@ def _in_a_world(backend: str, program: Any, folder: Path) -> dict[str, list[Any]
 
 
 def _whole(of_pes: list[Any], optimizer: str, number: int) -> dict[str, torch.Tensor]:
-    """Put the PEs' blocks of what was seen together; NaN where nobody has any."""
+    """Concatenate the PEs' blocks of what was seen; NaN where no PE has one."""
     found = {}
     for name, (rows, dim, _) in _TABLES.items():
         slices = 2 if name == "a" else 1

@@ -102,7 +102,7 @@ def _wrong_rates() -> list[tuple[str, str]]:
 
 
 def test_rates_that_are_none_are_refused() -> None:
-    """Also for the optimizer behind a rate in a tensor."""
+    """Also a wrong rate that follows a rate in a tensor."""
     (told,) = in_world(_wrong_rates, 1, "host")
     assert told[0][0] == "" and told[1] == ("TypeError", "lr: expected a number, got None")
     assert told[2] == ("TypeError", "lr: expected a number, got '0.1'")
@@ -221,7 +221,7 @@ def test_elements_of_gradients_are_clamped() -> None:
 
 
 def _in_a_loop() -> list[Any]:
-    """What loops do beside forward and backward: checks in inference mode, steps that are left out, evaluations."""
+    """Other parts of training loops: checks in inference mode, skipped steps, evaluations."""
     tables = [TableConfig("a", 50, 4, ["a"]), TableConfig("b", 60, 4, ["b"]), TableConfig("c", 8, 4, ["c"])]
     owners = {"a": TablePlacement(ranks=(1,)), "b": TablePlacement(ranks=(0,)), "c": "replicated"}
     module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=8, lr=0.1, placement=owners)
@@ -258,7 +258,7 @@ def test_loops_may_check_leave_out_and_evaluate(backend: str) -> None:
 
 
 def _fixed_options() -> list[Any]:
-    """What schedulers and checkpoints change beside the rate."""
+    """Values that schedulers and checkpoints change, in addition to the rate."""
     tables = [TableConfig("a", 5, 4, ["a"])]
     module = po.nn.ShardedEmbeddingBagCollection(tables, max_batch=4, optimizer="adam", lr=0.1)
     values, lengths = torch.arange(2), torch.ones(2, dtype=torch.int64)
@@ -294,6 +294,6 @@ def _weights_differentiated_twice() -> str:
 
 
 def test_a_gradient_s_gradient_is_refused() -> None:
-    """It would lack what the tables and the weights are worth."""
+    """It would lack the terms from the tables and the weights."""
     (text,) = in_world(_weights_differentiated_twice, 1, "host")
     assert "once_differentiable" in text, text

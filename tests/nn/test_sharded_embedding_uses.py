@@ -88,7 +88,7 @@ def test_state_dicts_go_through_torch_save_and_load() -> None:
 
 
 def _saved_by_one_pe() -> list[str]:
-    """Return what saving a table says that has rows on another PE, too, and one that has all of them here."""
+    """Return the errors of saving a table with rows on another PE, too, and a table with all rows here."""
     placement = {"a": po.nn.TablePlacement("column_wise", 2), "b": "replicated"}
     tables = [("a", 13, 8, ["x"]), ("b", 13, 8, ["y"])]
     ways: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda shards: shards, lambda shards: shards.cpu().clone()]
@@ -110,7 +110,7 @@ def test_saving_one_pes_part_warns() -> None:
 
 
 def _saved_without_a_group(folder: Path) -> str:
-    """Return what saving through torch.distributed.checkpoint warns of, where each PE takes itself for the job."""
+    """Return the warnings of torch.distributed.checkpoint if each PE takes itself for the whole job."""
     tables = [("a", 13, 8, ["x"]), ("b", 13, 8, ["y"])]
     with world_of("host", has_group=False), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

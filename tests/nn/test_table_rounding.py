@@ -40,7 +40,7 @@ _DRAWN: dict[str, list[tuple[tuple[str | int, ...], int]]] = {
 
 
 class _Rounded(Reference):
-    """With SGD and whole-numbered gradients, where nothing but a row's rounding rounds."""
+    """With SGD and whole-numbered gradients, only the rounding of a row rounds."""
 
     def step(self, world: int, step: int, scale: float = 1.0) -> None:
         self.optimizer.zero_grad()

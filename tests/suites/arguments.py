@@ -29,11 +29,11 @@ class Function(NamedTuple):
     """A function whose arguments may be wrong.
 
     Attributes:
-        call: it, with all arguments by name.
+        call: the function, with all arguments by name.
         good: arguments of a call that works in a world of one PE, on the world's device.
-        is_right: whether a result of these is.
-        specs: of the tensors among them, each of which is damaged.
-        required: those that may not be None.
+        is_right: whether the result of such a call is right.
+        specs: of the tensor arguments, each of which is damaged.
+        required: the arguments that may not be None.
     """
 
     call: Callable[..., Any]
@@ -47,10 +47,10 @@ class Wrong(NamedTuple):
     """A wrong call.
 
     Attributes:
-        function: which one is called.
-        changes: the arguments that differ from the good ones, which it gets.
-        error: that is raised.
-        text: that its message has.
+        function: the name of the called function.
+        changes: the arguments that differ from the good ones.
+        error: the class of the exception.
+        text: part of its message.
     """
 
     function: str
@@ -86,7 +86,7 @@ def _specs_of(function: Function) -> tuple[TensorSpec, ...]:
 
 
 def _damages(function: Function, name: str, tensor: torch.Tensor) -> Iterator[tuple[Any, type[Exception], str]]:
-    """Return what comes in place of a tensor, the error and its text."""
+    """Return the replacements of a tensor, each with the error and its text."""
     specs = _specs_of(function)
     (at,) = (number for number, spec in enumerate(specs) if spec.name == name)
     spec, sizes = specs[at], tuple(tensor.shape)
@@ -124,7 +124,7 @@ class ArgumentSuite:
 
     Attributes:
         functions: by name.
-        wrong: calls with what no declaration says, by name.
+        wrong: calls that no declaration excludes, by name.
     """
 
     functions: ClassVar[Mapping[str, Function]]
@@ -150,7 +150,7 @@ class ArgumentSuite:
 
     @classmethod
     def _run(cls, backend: str) -> tuple[dict[str, list[Outcome]], dict[tuple[str, str], list[str]]]:
-        """Return what came of the wrong calls, and what is wrong with those whose tensors are damaged."""
+        """Return the results of the wrong calls, and the problems of calls with damaged tensors."""
         po.init(backend, operator_timeout=20.0, heap_size=32 << 20)
         goods = {name: function.good() for name, function in cls.functions.items()}
         outcomes = {

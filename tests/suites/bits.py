@@ -64,11 +64,11 @@ def difference(found: torch.Tensor, want: torch.Tensor) -> str | None:
 
 
 class Outcome(NamedTuple):
-    """What came of a call.
+    """The result of a call.
 
     Attributes:
         outputs: that the operator returned, on its device.
-        problem: what is wrong with them, or with the way they came; or None.
+        problem: what is wrong with them, or with the memory that they are in; or None.
     """
 
     outputs: Sequence[torch.Tensor]
@@ -93,14 +93,14 @@ class Trial:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave the PE as it was."""
+        """Restore the PE's state."""
 
 
 def check(trial: Trial) -> tuple[str | None, int]:
     """Call an operator with the inputs of all iterations, and once more with the first ones.
 
     Returns:
-        What is wrong, or None; and a number that stands for the bits of all outputs.
+        What is wrong, or None; and a number computed from the bits of all outputs.
     """
     problem, held = None, []
     calls: list[tuple[str, Hashable, list[torch.Tensor]]] = []
@@ -152,19 +152,19 @@ class CaseWorld(NamedTuple):
     tuning: Mapping[str, Any] = {}
 
 
-_APART = (2, 5, 8)  # worlds that are worth a GPU for each PE; the last two need several
-_PARTS = 4  # of a world's cases, on GPUs: one PE after the other waits for a compiler there
+_APART = (2, 5, 8)  # worlds that deserve a GPU for each PE; the last two need several
+_PARTS = 4  # of a world's cases, on GPUs: there each PE waits for the compiler
 
 
 class BitsSuite:
     """The tests, for one operator.
 
     Attributes:
-        trial: makes a case's, on a PE.
+        trial: makes a case's trial on a PE.
         worlds: by name; each is launched when the first of its cases is asked for, on GPUs in parts.
-        halved_by: a dtype that about half of the cases have: the world of one runs those and the others side by side.
+        halved_by: a dtype of about half of the cases. A world of one PE runs these cases and the others side by side.
         heap_bytes: of each PE.
-        is_the_same_on_all_pes: what the operator returns.
+        is_the_same_on_all_pes: whether all PEs get the same result.
     """
 
     trial: ClassVar[type[Trial]]
@@ -202,7 +202,7 @@ class BitsSuite:
         if "case" not in metafunc.fixturenames:
             return
         params = []
-        # Worlds of 3 find what others find, but for few cases: the others are left to `make test-all`.
+        # Worlds of 3 find the same defects as the others, except in few cases: the rest is left to `make test-all`.
         quick = max((world.size for world in cls.worlds.values() if world.size <= 3), default=0)
         chosen = next((name for name, world in cls.worlds.items() if world.size == quick), "")
         for name, world in cls.worlds.items():
@@ -261,7 +261,7 @@ class BitsSuite:
     def _launched(self, backend: str, name: str, part: int) -> Results | Exception:
         """Run a world's cases, on GPUs a part of them.
 
-        What the launch raised is kept too, so that it is not launched again for every case.
+        An error of the launch is kept too, so that the world is not launched again for every case.
         """
         world = self.worlds[name]
 
@@ -274,7 +274,7 @@ class BitsSuite:
                 return launch([c for number, c in enumerate(world.cases) if self._part(world, number) == part])
             if world.size > 1:
                 return launch(world.cases)
-            # It is the compiler that takes the time here, for kernels that all the other worlds find.
+            # The compiler takes most of the time here. The kernels are compiled for all other worlds too.
             halves = ([c for c in world.cases if (c.dtype == self.halved_by) == is_in] for is_in in (True, False))
             with ThreadPoolExecutor(2) as pool:
                 first, second = pool.map(launch, halves)
@@ -284,7 +284,7 @@ class BitsSuite:
 
 
 def _skip_without_gpus_for(world: int) -> None:
-    """PEs may share GPUs, equally many on each, but take turns there: beyond four of them that is too slow."""
+    """PEs may share GPUs, equally many on each, but then take turns. More than four PEs per GPU are too slow."""
     count = torch.cuda.device_count()
     if world > 4 and count < world and (count < 2 or world % count):
         pytest.skip(f"{world} PEs need {world} GPUs, or a smaller number that divides it; this machine has {count}")

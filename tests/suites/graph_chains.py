@@ -42,7 +42,7 @@ class ChainTest:
     Attributes:
         make: prepares it on a PE.
         repeats: of the chain in the graph.
-        share: of the replays that a PE makes of one call, one in so many.
+        share: one in `share` replays is a PE's replay of a single call.
         pes: how many; None for as many as there are GPUs.
     """
 
@@ -114,7 +114,7 @@ class ChainSuite(GraphSuite):
             if problems := checks.look(turn):
                 return problems
         problems = checks.look()
-        # Replays that the host does not wait for in between, while PEs drift apart.
+        # Replays without a host wait in between, while PEs drift apart.
         results = []
         for turn in range(60):
             if (turn + po.rank()) % 7 == 0:

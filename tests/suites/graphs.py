@@ -27,14 +27,14 @@ Results = Sequence[torch.Tensor]
 
 
 class Call:
-    """A call of an operator on buffers that keep their place, with what it is given, and must return, by turn.
+    """A call of an operator on buffers at fixed addresses, with its inputs and expected results by turn.
 
     Args:
         name: in messages.
-        way: in which it is called where nobody asks for another one.
+        way: the default way to call it.
         act: calls the operator, with the buffers and a way; returns the results.
         given: what the buffers hold, for each of NUM_INPUTS turns.
-        wants: the results; the same.
+        wants: the results, likewise.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Call:
         return (results,) if isinstance(results, torch.Tensor) else results
 
     def clear(self, results: Results, value: float = float("nan")) -> None:
-        """Take away what results hold: they must be written again."""
+        """Overwrite the results, so that a call must write them again."""
         for tensor in results:
             tensor.fill_(value)
 
@@ -71,7 +71,7 @@ class Call:
         return next(filter(None, found), None)
 
     def check(self, checks: Checks, results: Results, turn: int) -> None:
-        """Have the results of a turn compared."""
+        """Compare the results of a turn later."""
         assert len(results) == len(self._wants[0])
         for tensor, want in zip(results, self._wants[turn % NUM_INPUTS], strict=True):
             checks.compare(f"turn {turn}, {self.name}", tensor, want)
@@ -84,7 +84,7 @@ class Call:
 class Graph:
     """A program that has been captured.
 
-    On the host it is called once where all is refused that a capture refuses, and again for every replay.
+    On the host it is called once, with everything refused that a capture refuses, and again for every replay.
 
     Attributes:
         results: what the program returned; where a replay writes.
@@ -94,7 +94,7 @@ class Graph:
         self._program = program
         if po.backend() == "cuda":
             self._graph = torch.cuda.CUDAGraph()
-            gc.collect()  # a graph that is freed in the middle of a capture ends that
+            gc.collect()  # a graph that is freed during a capture would end the capture
             stream = stream or torch.cuda.Stream()
             with torch.cuda.stream(stream), torch.cuda.graph(self._graph, stream=stream):
                 self.results = program()
@@ -113,12 +113,12 @@ class Graph:
 
 
 def world_size(backend: str) -> int:
-    """Return how many PEs a test has: each a GPU of its own, or two that share one."""
+    """Return the number of PEs of a test: one per GPU, or two that share a GPU."""
     return 3 if backend == "host" else max(2, min(4, torch.cuda.device_count()))
 
 
 def num_replays(backend: str, pes: int) -> int:
-    """Return how many replays a test makes: an odd number; fewer where PEs that share a GPU take turns."""
+    """Return the number of replays of a test, which is odd. PEs that share a GPU take turns, and make fewer."""
     if backend == "host":
         return 51
     return 1001 if pes <= torch.cuda.device_count() else 301
@@ -131,7 +131,7 @@ class GraphSuite:
         operator: the function's name.
         cases: three or more shapes, of which the first two make different results.
         ways: in which each can be called.
-        growing: shapes, most of which need more memory of the operator's than the one before, and the last one less.
+        growing: shapes, most of which need more of the operator's memory than the previous one; the last needs less.
         heap_bytes: of each PE.
     """
 
@@ -150,7 +150,7 @@ class GraphSuite:
 
     @classmethod
     def more_calls(cls) -> list[Call]:
-        """Prepare what a graph has beside all shapes in all ways; an odd number of launches in all."""
+        """Prepare a graph's calls in addition to all shapes in all ways; an odd number of launches in total."""
         return []
 
     @classmethod
@@ -160,12 +160,12 @@ class GraphSuite:
 
     @classmethod
     def first_calls(cls) -> Mapping[str, Call]:
-        """Prepare a call of each function, none of which this PE's world has seen, by the function's name."""
+        """Prepare a call of each function by its name. This PE's world has seen none of these calls."""
         return {cls.operator: cls.call(cls.cases[0], cls.ways[0])}
 
     @classmethod
     def options(cls, turn: int) -> dict[str, Any]:
-        """Return what eager calls pass in a turn beside the way."""
+        """Return the arguments of eager calls in a turn, in addition to the way."""
         return {}
 
     # ---- programs of the PEs ---------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class GraphSuite:
 
     @classmethod
     def _ready(cls, way: str) -> list[str]:
-        """Call each shape once, then all where nothing can be made any more."""
+        """Call each shape once, then all shapes under a ban on new plans and memory."""
         calls = [cls.call(case, way) for case in cls.growing]
         for call in calls:
             call.run()
@@ -222,7 +222,7 @@ class GraphSuite:
 
     @classmethod
     def _refused(cls) -> list[str]:
-        """Capture what has not been called: it is refused, and the worse for it is neither a call nor a capture."""
+        """Capture a call that has not been made. It is refused. Neither the call nor the next capture is harmed."""
         problems = []
         for name, call in cls.first_calls().items():
             for attempt in range(2):
@@ -314,7 +314,7 @@ class GraphSuite:
 
     @classmethod
     def _replayed_on_streams(cls, calls: Sequence[Call], streams: Sequence[torch.cuda.Stream]) -> list[str]:
-        """The same as graphs, whose replays on two streams an event puts in one order on all PEs."""
+        """The same as graphs. An event puts their replays on two streams in one order on all PEs."""
         problems = []
         graphs = [Graph(call.run, stream) for call, stream in zip(calls, streams, strict=True)]
         torch.cuda.synchronize()
@@ -352,7 +352,7 @@ class GraphSuite:
                 seen["error"] = str(error)
             seen["poisoned"] = call.is_poisoned(results)
         else:
-            time.sleep(4.0)  # until the other has given up, since recover() waits no longer than that for it
+            time.sleep(4.0)  # until the other PE has given up, since recover() does not wait longer for it
         po.recover()
         seen["after"] = [cls._replay(graph, [call], turn) for turn in range(3)]
         return seen

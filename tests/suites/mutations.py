@@ -110,7 +110,7 @@ def mutated(folder: Path, edits: Sequence[Edit]) -> Path:
 
 
 def mutated_by(folder: Path, mutations: Mapping[int, Iterable[Edit]], selector: str) -> Path:
-    """Copy the kernel sources with many mutations; `selector`, an expression, is the number of the one in force.
+    """Copy the kernel sources with many mutations. `selector` is an expression for the number of the active one.
 
     Constants (`Initial`) are the same for all of them.
     """

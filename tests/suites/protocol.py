@@ -33,8 +33,8 @@ class Work:
     Attributes:
         run: makes it, on the current stream.
         is_right: whether its results are what they should be, once `po.check()` has returned.
-        is_poisoned: whether nothing of its results looks like one, where it was given up; None: that cannot be seen.
-        is_harmless: whether what looks like a result is one; the same.
+        is_poisoned: whether no result of a given-up call looks valid; None if that cannot be seen.
+        is_harmless: whether every result that looks valid is right; likewise None.
     """
 
     run: Callable[[], object]
@@ -60,11 +60,11 @@ class ProtocolSuite:
         heap_bytes: of each PE.
         absences: ways and transports ("auto", "staged") in which a PE stays away.
         patience, gives_up_within: seconds for which kernels wait for that PE, and until everybody has given up.
-        mismatches: by name, for the others' `meet`.
-        first_call: what the text says where PE 1 meets the others' first call with something else.
+        mismatches: by name; PE 1's call while the others call `meet`.
+        first_call: text of the error if PE 1 calls something else during the others' first call.
         deaths, deaths_on_gpus: how PE 1 dies ("killed", "stopped"), in which way; on GPUs both.
         noticed_within: seconds until the survivors of a stopped PE know, whose kernels wait for 3.
-        names_the_dead: whether all survivors do; one may have all that it needs, and wait for another one. One does.
+        names_the_dead: whether all survivors name the dead PE, or one (a survivor may wait for another survivor).
     """
 
     operator: ClassVar[str]
@@ -89,30 +89,30 @@ class ProtocolSuite:
 
     @classmethod
     def next_work(cls, iteration: int, way: str) -> Work:
-        """Prepare a call as `work` does, where all earlier ones are over."""
+        """Prepare a call as `work` does, when all earlier calls have ended."""
         return cls.work(iteration, way)
 
     @classmethod
     def meet(cls) -> object:
-        """Make the call that mismatches are about."""
+        """Make the call that the tests of mismatches use."""
         raise NotImplementedError
 
     @classmethod
     def warm_up(cls) -> None:
-        """Compile what mismatches need, and let PEs agree on what is not to be compared there."""
+        """Compile what mismatches need, and let PEs agree on everything that is not compared there."""
         for way in cls.ways:
             assert cls.checked(0, way), way
 
     @classmethod
     def workspace(cls) -> Workspace:
-        """Return the one that it is launched in."""
+        """Return the workspace of the launch."""
         return po.runtime.world.current().workspace
 
     # ---- programs of the PEs ---------------------------------------------------------------------------------------
 
     @classmethod
     def checked(cls, iteration: int, way: str, lateness: float = 0.0) -> bool:
-        """Call the operator, so many seconds late, and wait; return whether the result is right."""
+        """Call the operator after a delay in seconds, and wait; return whether the result is right."""
         work = cls.next_work(iteration % _ITERATIONS, way)
         time.sleep(lateness)
         work.run()
@@ -125,7 +125,7 @@ class ProtocolSuite:
 
     @classmethod
     def _problems(cls, count: int, *, lateness: float = 0.0, what: str = "") -> list[str]:
-        """Call it so often, in all ways, with PEs that are late in turn; return what went wrong."""
+        """Call it repeatedly, in all ways, with PEs that are late in turn; return what went wrong."""
         found = []
         for iteration in range(count):
             own_lateness = lateness if iteration % po.world_size() == po.rank() else 0.0
@@ -137,7 +137,7 @@ class ProtocolSuite:
     def _late(cls, backend: str, options: dict[str, Any]) -> list[str]:
         po.init(backend, operator_timeout=30.0, heap_size=cls.heap_bytes, **options)
         problems = cls._problems(2 * max(len(cls.ways), 4), lateness=0.1)
-        # Nobody waits on the host in between: PEs run ahead as far as the protocol lets them.
+        # The host does not wait in between, so PEs run ahead as far as the protocol permits.
         works = [cls.work(number % _ITERATIONS, cls._way(number // 2)) for number in range(24)]
         for number, work in enumerate(works):
             if number % 8 == 2 * po.rank():
@@ -153,13 +153,13 @@ class ProtocolSuite:
         init_with_impatient_kernels(backend, cls.patience, cls.heap_bytes, transport=transport)
         seen: dict[str, Any] = {"before": [cls.checked(0, each) for each in cls.ways]}
         work, next_work = cls.work(1, way), cls.work(2, way)
-        if po.rank() == 0:  # comes when the others have given up, however busy the machine is
+        if po.rank() == 0:  # PE 0 comes when the others have given up, however busy the machine is
             gave_up(folder, po.world_size() - 1)
         seen["error"] = error_of(lambda: [work.run(), po.check()])
         (folder / f"gave_up_{po.rank()}").touch()
         seen["poisoned"] = work.is_poisoned is None or work.is_poisoned()
         seen["harmless"] = work.is_harmless is None or work.is_harmless()
-        # Who came too late may have found all that its peers sent in that launch, but finds nothing of the next one.
+        # A late PE may have found all that its peers sent in that launch, but finds no data of the next one.
         seen["again"] = error_of(lambda: [next_work.run(), po.check()])[0]
         seen["barrier"] = error_of(po.barrier)[0]
         po.recover()
@@ -177,7 +177,7 @@ class ProtocolSuite:
             for number in range(3):
                 for way in cls.ways:
                     work = cls.next_work(number, way)
-                    meet_in(folder, f"{way}_{number}")  # what each has prepared took its own time
+                    meet_in(folder, f"{way}_{number}")  # the PEs have prepared their calls in different times
                     time.sleep(lateness if po.rank() == 1 else 0.0)
                     work.run()
                     po.check()
@@ -198,7 +198,7 @@ class ProtocolSuite:
             error = error_of(lambda: [work.run(), po.check()])[0]
             seen.append(error in (("", "PeerTimeoutError") if po.rank() == 0 else ("PeerTimeoutError",)))
             (folder / f"gave_up_{po.rank()}").touch()
-            error_of(po.barrier)  # who came too late may have found all that its peers sent
+            error_of(po.barrier)  # a late PE may have found all that its peers sent
             po.recover()
             seen += [cls.checked(2, each) for each in cls.ways]
         po.finalize()
@@ -266,7 +266,7 @@ class ProtocolSuite:
         self, backend: str, way: str, transport: str, tmp_path: Path
     ) -> None:
         seconds: list[float] = []
-        for attempt in range(3):  # a busy machine adds to the time, and takes nothing from it
+        for attempt in range(3):  # a busy machine only makes the time longer
             folder = tmp_path / str(attempt)
             folder.mkdir()
             late, *others = run_pes(self._absent, 3, backend, way, transport, folder, timeout=120)
@@ -300,7 +300,7 @@ class ProtocolSuite:
             if summary.operator == self.operator:
                 assert summary.launches >= 3 * len(self.ways) and 0 <= summary.waiting <= 1
                 assert summary.skew_us is not None and summary.skew_us > 20e3, "one PE is late"
-                longest = next((peer for peer, *_ in summary.waits if peer != summary.pe), None)  # but for its own WGs
+                longest = next((peer for peer, *_ in summary.waits if peer != summary.pe), None)  # not for its own WGs
                 assert (longest == 1) == (summary.pe != 1), f"it is PE 1 that is waited for: {summary}"
 
     def test_timeline_with_an_abort(self, backend: str, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ class ProtocolSuite:
                     assert all(each in text for each in self.mismatches[kind].told), where
 
     def test_the_first_call_meets_something_else(self, backend: str) -> None:
-        """What the PEs set aside or agree upon in it is no trap."""
+        """Agreements and allocations of the PEs in that call cause no hang."""
         results = run_pes(self._first_call_mismatched, 3, backend, timeout=200)
         assert results == [["ContractMismatchError", True, True, True, []]] * 3
 

@@ -40,7 +40,7 @@ Exit = enum.IntEnum(  # type: ignore[misc]
 )
 _RACE_REPORT = "WARNING: ThreadSanitizer: data race"
 _CRASH_REPORT = "ThreadSanitizer:DEADLYSIGNAL"
-# A copy of more than a register that the compiler makes itself is not seen by the sanitizer; one by the library is.
+# The sanitizer does not see a copy larger than a register that the compiler makes itself. It sees a library's copy.
 _FLAGS = ("-g1", "-fsanitize=thread", "-fno-builtin-memcpy", "-fno-builtin-memset")
 _SECONDS = 120  # of one run, which takes a few where the machine has nothing else to do
 _RUNS = 12  # of a mutation, at most: a race is reported only where the threads meet
@@ -54,7 +54,7 @@ class Outcome:
     text: str
 
 
-# Who reads too early finds what was there before, and may say so before the writer comes and makes a race of it.
+# A PE that reads too early finds old data, and may report them before the writer makes it a race.
 RACE = frozenset({Exit.RACE, Exit.WRONG_OUTPUT})
 
 
@@ -65,9 +65,9 @@ class Mutation:
     Attributes:
         edits: of the kernel sources.
         arguments: of the driver.
-        shows: the ends that say that it was noticed; several where it depends on what the threads do first.
+        shows: the ends that count as noticed; several if the order of the threads decides.
         build: which of its builds the driver needs; None for the one that mutations have.
-        may_crash: what it gets wrong may lie anywhere; a run that crashes says nothing, and another one is made.
+        may_crash: the mutation can access any memory. A run that crashes shows nothing and is repeated.
     """
 
     edits: tuple[Edit, ...]
@@ -100,7 +100,7 @@ class Driver:
     Attributes:
         source: in host_driver/, or its text.
         builds: by name.
-        cases: of each build, the arguments with which it must end as expected and without a word of the sanitizer.
+        cases: of each build, the arguments with which it must end as expected, without a report of the sanitizer.
         mutations: by name.
         mutation_build: the build of mutations that name none.
     """
@@ -116,7 +116,7 @@ class Driver:
 
 
 class Programs:
-    """A driver's programs, each compiled when it is asked for."""
+    """A driver's programs, each compiled when it is requested."""
 
     def __init__(self, driver: Driver, folder: Path) -> None:
         self._driver = driver
@@ -127,7 +127,7 @@ class Programs:
         }
 
     def of(self, build: str) -> Path:
-        """Return the program of a build, which holds its mutations too; `number_of` says which is which, 0 is none."""
+        """Return the program of a build, with its mutations; `number_of` gives a mutation's number, 0 is none."""
         if not self._mutations[build]:
             return self._compiled(build, {}, "-Werror")
         edits = {number: self._driver.mutations[name].edits for number, name in enumerate(self._mutations[build], 1)}
@@ -153,7 +153,7 @@ class Programs:
 
 
 def _quick_ones(kinds: Mapping[tuple[str, ...], object], chosen: object = None) -> list[Any]:
-    """Return parameters, of which the first of each kind, or of the chosen kind alone, are in `make test`."""
+    """Return parameters. `make test` has the first one of each kind, or of the chosen kind only."""
     first = {kind: values for values, kind in reversed(kinds.items())}
     quick = [values for kind, values in first.items() if chosen in (None, kind)]
     return [pytest.param(*values, marks=() if values in quick else pytest.mark.slow) for values in kinds]
@@ -190,7 +190,7 @@ class SanitizerSuite:
 
 
 def run_driver(program: Path, arguments: str, mutant: int = 0, *, may_crash: bool = False) -> Outcome:
-    """Run a driver, again where it crashes and may; fail where it ends in a way that is none of Exit, or does not."""
+    """Run a driver. Repeat a run that crashes and may. Fail on an end that is not in Exit, or on no end."""
     options = f"halt_on_error=1 exitcode={Exit.RACE.value}"
     if "--trouble-at" in arguments:  # only where launches are given up: elsewhere the function has more to say
         options += f" suppressions='{HERE / 'suppressions.txt'}'"
@@ -226,7 +226,7 @@ def assert_silent(outcome: Outcome) -> None:
 
 
 def assert_caught(program: Path, mutation: Mutation, number: int = 0) -> None:
-    """Run a mutated driver a few times, and fail where it does not end as the mutation says, or nothing is noticed."""
+    """Run a mutated driver a few times. Fail if it ends in another way than the mutation says, or unnoticed."""
     for _ in range(_RUNS):
         outcome = run_driver(program, mutation.arguments, number, may_crash=mutation.may_crash)
         if outcome.exit != Exit.AS_EXPECTED:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.host
 
 
 class _Backend:
-    """A backend of which NVSHMEM is memory of the host."""
+    """A backend whose NVSHMEM is memory of the host."""
 
     def __init__(self, heap_bytes: int) -> None:
         self.device, self.heap_bytes = torch.device("cpu"), heap_bytes
@@ -34,7 +34,7 @@ class _Backend:
 
 
 class _Pe:
-    """A PE's process with a keeper, and what NVSHMEM has been asked for there."""
+    """A PE's process with a keeper, and the requests to NVSHMEM there."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []

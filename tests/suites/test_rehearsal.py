@@ -60,7 +60,7 @@ def _first_of(suite: type[bits.BitsSuite]) -> bits.Trial:
 
 
 class _Overheard(HostBackend):
-    """The host's, which notes what it is asked for."""
+    """The host's backend, which notes the requests."""
 
     def __init__(self, notes: Notes, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -95,7 +95,7 @@ def _rehearsed(notes: Notes, backend: type[NotingBackend], operators: Sequence[s
     "operator", [pytest.param(name, marks=pytest.mark.slow if number else ()) for number, name in enumerate(TRIALS)]
 )
 def test_what_is_noted_is_what_is_loaded(operator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without results, and with them, the tests ask for the same."""
+    """The tests request the same kernels with results and without."""
     notes, heard = Notes(tmp_path / "notes"), Notes(tmp_path / "heard")
     rehearsed = _rehearsed(notes, bound(NotingBackend, notes), [operator])
     monkeypatch.setattr(joining, "HostBackend", functools.partial(_Overheard, heard))

@@ -41,7 +41,7 @@ def _commands() -> list[list[str]]:
 
 @pytest.mark.slow
 def test_what_runs_on_gpus_is_collected() -> None:
-    """An option that pytest does not know, or takes for a folder, would stop it at once."""
+    """pytest would stop at once at an option that it does not know, or takes for a folder."""
     rehearsal, side_by_side, apart = _commands()
     rehearsal = rehearsal[rehearsal.index(sys.executable) :]
     assert rehearsal[3] == "--backend=rehearsal"
@@ -112,7 +112,7 @@ def test_pes_that_are_threads_run_python_on_one_core_and_kernels_on_all() -> Non
 
 
 class _Worker:
-    """A worker of pytest-xdist's as its controller sees it: it begins a test when it knows the next, or the end."""
+    """A pytest-xdist worker from its controller's view: it begins a test when it knows the next test, or the end."""
 
     def __init__(self, tests: list[str], crashes: set[str]) -> None:
         self.gateway = SimpleNamespace(id=id(self))
@@ -139,7 +139,7 @@ class _Worker:
 @pytest.mark.parametrize("late", range(6))
 @pytest.mark.parametrize("crashes", [{3}, {2, 3}, {0, 1, 2, 3, 4}, {10, 11}, set(range(12))], ids=str)
 def test_workers_that_crash_are_replaced(crashes: set[int], late: int) -> None:
-    """Every test is run once; `late` tests are run while a worker that replaces a crashed one collects."""
+    """Every test runs once. `late` tests run while the replacement of a crashed worker collects."""
     tests = [f"tests/test_it.py::test_it[{number}]" for number in range(12)]
     options = SimpleNamespace(loadscopereorder=False)
     config: Any = SimpleNamespace(getvalue=lambda name: ["2*popen"], getoption=lambda name: "cuda", option=options)

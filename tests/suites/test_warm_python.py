@@ -82,7 +82,7 @@ print(warm_python.Popen([sys.executable, "-c", "print('forked')"], stdout=subpro
 @pytest.mark.slow
 @pytest.mark.parametrize(("answer", "is_used"), [(3, False), (0, True), (100, True)])
 def test_nothing_is_forked_behind_a_driver_that_is_in_use(answer: int, is_used: bool, tmp_path: Path) -> None:
-    """A driver that has not been initialized answers 3; one that finds no GPU 100, and so for ever in a child."""
+    """A driver that is not initialized returns 3. A driver without GPUs returns 100, and then always in a child."""
     (tmp_path / "driver.cpp").write_text(_DRIVER % answer)
     command = [*find_cxx().command, "-shared", "-fPIC", "driver.cpp", "-o", "libcuda.so.1"]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=60)

@@ -17,7 +17,7 @@ _SKIPPED = re.compile(rf"(?:&&|\|\||\?)[^;{{}}]*{_COLLECTIVES}")
 
 
 def skipped(code: str) -> list[str]:
-    """Return the statements in which a collective may be passed by."""
+    """Return the statements in which a lane may skip a collective."""
     code = re.sub(r"//[^\n]*", "", code)
     return [" ".join(found.group().split()) for found in _SKIPPED.finditer(code)]
 
