@@ -12,7 +12,7 @@ import persistent_ops as po
 
 pytestmark = pytest.mark.host
 
-# Of each walk: calls and files at most.
+# The maximum numbers of calls and files of each walk.
 LIMITS = {
     "all_reduce": (19, 12),
     "gemv_all_reduce": (16, 13),
@@ -24,7 +24,7 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def walks() -> dict[str, list[Call]]:
-    # In a new process: what other tests called here is remembered as kinds of plain calls.
+    # In a new process, as calls of other tests here are remembered as kinds of plain calls.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(po.launch, count_on_pe, 2, threads=True, timeout=120).result()[0]
 

@@ -55,7 +55,7 @@ def test_every_tag_has_a_mutation() -> None:
 
 
 def _guards() -> set[tuple[str, str]]:
-    """Return file and name of everything that a document names as a guard."""
+    """Return file and name of every guard in a document."""
     found = []
     for text in DOCUMENTS:
         of_tables = re.search(r'"Guarded by" names mutations in `tests/(?:\w+/)*(\w+)\.py`', text)
@@ -85,7 +85,7 @@ def test_every_guard_is_a_mutation_or_a_test() -> None:
 
 
 def _includes() -> dict[str, set[str]]:
-    """Return which other folders the files of a folder include."""
+    """Return the other folders that the files of a folder include."""
     found: dict[str, set[str]] = {path.name: set() for path in CUDA.iterdir() if path.is_dir()}
     for path in CUDA.rglob("*"):
         if path.suffix in (".cuh", ".h"):

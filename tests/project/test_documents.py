@@ -17,7 +17,7 @@ LINKED = [
     "launch/README.md",
     *sorted(f"docs/{p.name}" for p in REPOSITORY.glob("docs/*.md")),
 ]
-# What the kernels' sources say about themselves, linked from its first document.
+# The pages in the kernels' source folders, linked from the first document.
 PROTOCOL = ["cuda/DESIGN.md", *sorted(f"cuda/kernels/{p.name}" for p in REPOSITORY.glob("cuda/kernels/*.md"))]
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _VARIABLE = re.compile(r"PERSISTENT_OPS_[A-Z_]*[A-Z]")
@@ -78,7 +78,7 @@ _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def _record(folder: Path, *, name: str = "gemv.jsonl", fused_us: float = 10.0, **changes: Any) -> None:
-    """Write a small record of gemv_all_reduce that may be shown, but for the changes."""
+    """Write a small record of gemv_all_reduce that may be shown, except for the changes."""
     failures, note = changes.pop("failures", []), changes.pop("note", None)
     about = {
         "kind": "run",
@@ -102,7 +102,7 @@ def _record(folder: Path, *, name: str = "gemv.jsonl", fused_us: float = 10.0, *
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of records in place of the project's."""
+    """A folder of records that replaces the project's."""
     read = tables.read_runs
     monkeypatch.setattr(tables, "read_runs", lambda: read(tmp_path))
     return tmp_path

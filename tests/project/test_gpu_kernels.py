@@ -14,11 +14,11 @@ REGISTERS_PER_SM = 1 << 16
 
 
 def _blocks_per_sm(kernel: GpuKernel) -> int:
-    """Return how many WGs of a kernel an SM must hold at once."""
+    """Return how many WGs of a kernel must fit on an SM."""
     request = kernel.request
     if request.name == "embedding_inputs":
         return 1 if request.traces else 1024 // request.shape.threads  # with few threads they find room beside others
-    # A GEMV has one WG per SM. With a single vector there is room for a successor's beside it.
+    # A GEMV has one WG per SM. With a single vector there is room for the next launch's WG beside it.
     is_alone = request.name == "gemv_all_reduce" and dict(request.config or ())["vectors"] != "1"
     is_alone |= request.name == "all_reduce" and request.shape.threads > 256
     is_alone |= request.name == "embedding_backward"  # whose grid is what fits
@@ -48,7 +48,7 @@ def test_what_a_kernel_needs_of_an_sm(kernel: GpuKernel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["all_reduce", "embedding_inversion", "gemv_all_reduce", "sparse_all_reduce"])
 def test_a_wg_has_room_for_as_many_pes_as_a_world_may_have(name: str) -> None:
-    """Else its compiler refuses the kernel."""
+    """Otherwise its compiler refuses the kernel."""
     try:
         find_nvcc()
     except CompileError as error:

@@ -26,7 +26,7 @@ MODULES = {_name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def _imported(name: str, source: str, modules: set[str], *, is_package: bool = False) -> Iterator[str]:
-    """Return the modules of which a module imports something.
+    """Return the modules from which a module imports something.
 
     ``from a import b`` is an import of ``a.b`` where that is a module. Of a package's ``__init__`` it is one where it
     takes a name that is defined there. That Python runs the ``__init__`` of all packages around a module is none.

@@ -55,7 +55,7 @@ def _numbers_of_headers() -> dict[str, set[str]]:
 
 
 def _is_number(value: ast.expr) -> bool:
-    """Return whether it is one, or is worked out of some."""
+    """Return whether it is a number, or is computed from numbers."""
     return all(
         isinstance(node.value, (int, float)) if isinstance(node, ast.Constant) else not isinstance(node, ast.Name)
         for node in ast.walk(value)
@@ -74,7 +74,7 @@ def _numbers_of_python() -> dict[str, str]:
 
 
 def test_no_constant_of_a_header_is_defined_again() -> None:
-    """By name: what has another one in the other language, no test sees."""
+    """By name. The test does not see a number that has another name in the other language."""
     headers, python = _numbers_of_headers(), _numbers_of_python()
     both = {name: (module, headers[name]) for name, module in python.items() if name in headers}
     assert both.keys() == OTHERS.keys(), both

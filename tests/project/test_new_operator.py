@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parents[1]
 REPOSITORY = HERE.parent
 NEW = HERE / "new_operator"
 NAME = "all_gather_matmul"
-# Of each module that lists the operators: what its list begins with, and the line.
+# Of each module that lists the operators: the beginning of its list, and the line.
 IMPORTS = {
     "persistent_ops/ops/__init__.py": ("", f"from .{NAME} import {NAME} as {NAME}"),
     "persistent_ops/__init__.py": ("from .ops import (", f"    {NAME} as {NAME},"),
@@ -37,8 +37,8 @@ TESTS = (
     "tests/project/test_design_document.py",
     "tests/project/test_gpu_kernels.py",
 )
-# Not the driver without mutations: the one with them, of which none is in force, takes as long to compile. Nor
-# inductor, which takes long.
+# Not the driver without mutations: the driver with mutations, all inactive, takes as long to compile. Nor
+# inductor, which is slow.
 CHOSEN = f"({NAME} or test_every_tag_has_a_mutation) and not test_is_silent[ and not inductor"
 
 pytestmark = pytest.mark.host
@@ -98,7 +98,7 @@ def test_it_is_four_files_and_one_line(before_and_after: tuple[Path, Path]) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_it_passes_its_tests(before_and_after: tuple[Path, Path], tmp_path: Path) -> None:
-    """Bits, protocol, graphs, ThreadSanitizer, the command line's bench and trace; nvcc where there is one."""
+    """Bits, protocol, graphs, ThreadSanitizer, the command line's bench and trace; nvcc if there is one."""
     root, report = before_and_after[1], tmp_path / "report.xml"
     options = ("-q", "-p", "no:cacheprovider", "-k", CHOSEN, f"--junitxml={report}")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -18,7 +18,7 @@ OPEN = re.compile(r"persistent_ops(\.nn|\.testing(\.\w+)?)?")  # modules whose n
 
 
 def public() -> dict[str, Any]:
-    """Return everything that has a public name, but modules."""
+    """Return everything that has a public name, except modules."""
     found = {name: value for module in (po, po.nn) for name, value in vars(module).items() if not name.startswith("_")}
     return {name: value for name, value in found.items() if not inspect.ismodule(value)}
 
@@ -48,7 +48,7 @@ def _is_class_of_package(value: Any) -> bool:
 
 
 def internals(source: str) -> list[str]:
-    """Return what a program takes of the package that is not public, and where it changes sys.path."""
+    """Return the private parts of the package that a program uses, and where it changes sys.path."""
     found, packages = [], {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def internals(source: str) -> list[str]:
 
 
 def _is_internal(name: str) -> bool:
-    """Return whether a dotted name leads to a module that is not open, or within one; or begins with an underscore."""
+    """Return whether a dotted name is private, or leads to a private module, or into one."""
     value: Any = po
     for part in name.split(".")[1:]:
         value = getattr(value, part, None)

@@ -16,7 +16,7 @@ import persistent_ops as po
 
 Names = Sequence[PublicName]
 
-# Names with somebody else's signature: whose.
+# Names with the signature of another function: which one.
 _FOREIGN: dict[str, Callable[..., Any]] = {
     "op": dist.all_reduce,
     "bias": torch.nn.Linear,
@@ -25,7 +25,7 @@ _FOREIGN: dict[str, Callable[..., Any]] = {
     "dtype": torch.empty,
     "device": torch.empty,
 }
-# Two things whose names end alike, and are not in one signature.
+# Pairs of different things whose names end alike, and which are not in one signature.
 _TOLD_APART = {("heap_size", "world_size"), ("index_dtype", "wire_dtype")}
 _CONTAINERS = {
     "None",
@@ -44,7 +44,7 @@ _CONTAINERS = {
 
 
 def _parameters(names: Names) -> list[Parameter]:
-    """Return what users pass: classes that a call returns are made by the package."""
+    """Return the parameters that users pass. Classes that a call returns are made by the package."""
     returned = {kind for public in names for kind in re.findall(r"\w+", _returned(public))}
     return [
         each
@@ -55,12 +55,12 @@ def _parameters(names: Names) -> list[Parameter]:
 
 
 def _kinds(annotation: str) -> set[str]:
-    """Return the types in an annotation, whatever holds them."""
+    """Return the types in an annotation, including types in containers."""
     return set(re.findall(r"\w+", annotation.replace("torch.nn.Parameter", "torch.Tensor"))) - _CONTAINERS
 
 
 def _choices(parameter: Parameter) -> set[str]:
-    """Return the texts that a parameter may be."""
+    """Return the texts that a parameter permits."""
     if "str" not in _kinds(parameter.annotation):
         return set()
     default = {parameter.default} if isinstance(parameter.default, str) else set()
@@ -80,7 +80,7 @@ def _pairs(names: Names) -> list[tuple[Parameter, Parameter]]:
 
 
 def one_name_two_types(names: Names) -> set[str]:
-    """A name has a type in common wherever it is taken; the name of an object's kind may stand for the object."""
+    """All parameters of one name share a type. The name of an object's kind may stand for the object."""
     named = {
         each.where.rpartition(".")[2]: {other.name for other in _parameters(names) if other.where == each.where}
         for each in _parameters(names)
@@ -100,7 +100,7 @@ def one_name_two_types(names: Names) -> set[str]:
 
 
 def one_name_two_sets_of_choices(names: Names) -> set[str]:
-    """Texts that a name may be have one in common wherever it is taken."""
+    """Parameters of one name with texts share a text."""
     return {
         f"{one.name}: {one.where} takes {sorted(_choices(one))}, {other.where} {sorted(_choices(other))}"
         for one, other in _pairs(names)
@@ -109,7 +109,7 @@ def one_name_two_sets_of_choices(names: Names) -> set[str]:
 
 
 def two_names_one_set_of_choices(names: Names) -> set[str]:
-    """Two names have at most one choice in common, as "auto"."""
+    """Two names have at most one choice in common, for example "auto"."""
     return {
         f"{one.where}({one.name}) and {other.where}({other.name}): {sorted(_choices(one) & _choices(other))}"
         for one, other in _pairs(names)
@@ -151,7 +151,7 @@ def a_parameter_and_a_function(names: Names) -> set[str]:
 
 
 def numbers_per_what(names: Names) -> set[str]:
-    """What a number is per has one word: a name `*_per_pe` would say `*_per_rank` otherwise."""
+    """The word for "per" a thing is unique: a name `*_per_pe` would be a synonym of `*_per_rank`."""
     words = {public.name.rpartition(".")[2] for public in names} | {each.name for each in _parameters(names)}
     return {name for name in words if name.endswith("_per_pe")}
 

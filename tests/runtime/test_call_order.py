@@ -57,7 +57,7 @@ def test_pes_in_different_calls_learn_of_it(backend: str, world: int, options: d
 
 
 def _skips_a_batch() -> list[Any]:
-    """PE 0 skips a batch whose lookups are bad, and is in the next exchange while its peer is in the backward pass."""
+    """PE 0 skips a batch with bad lookups. It is in the next exchange while its peer is in the backward pass."""
     module = po.nn.ShardedEmbeddingBagCollection([("a", 10, 4, ["x"])], max_batch=4)
     lengths = torch.ones(4, dtype=torch.int64, device=po.device())
 

@@ -112,7 +112,7 @@ WRONG = {
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Work in a folder of a file and a link to nowhere, and start no PE."""
+    """Work in a folder with a file and a broken link, and start no PE."""
 
     def no_launch(*_: object, **__: object) -> None:
         raise AssertionError("PEs were started")
@@ -222,7 +222,7 @@ def test_names_that_the_terminal_cannot_say_are_spelled_out(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_wheel_carries_kernels_and_benchmarks(tmp_path: Path) -> None:
-    """Build with the environment's own hatchling where it has one, so that no index is asked."""
+    """Build with the environment's own hatchling if there is one, so that no package index is asked."""
     pytest.importorskip("hatchling", reason="hatchling is not installed here")
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],

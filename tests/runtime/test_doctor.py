@@ -32,12 +32,12 @@ def named(report: doctor.Report, name: str) -> doctor.Finding:
 
 
 def parts(requirement: str) -> set[str]:
-    """Return a requirement's name and bounds, whose order the metadata changes."""
+    """Return a requirement's name and bounds, which the metadata reorders."""
     return set(re.findall(r"^[\w.-]+(?:\[[\w,]+\])?|[<>=~!]+[^,<>=~!]+", requirement))
 
 
 def declared() -> dict[str, set[str]]:
-    """Return what pyproject.toml asks for, by name."""
+    """Return the requirements of pyproject.toml, by name."""
     text = (Path(doctor.__file__).parents[1] / "pyproject.toml").read_text()
     dependencies = text[text.index("\ndependencies = ") : text.index("\n[project.scripts]")]
     found = [parts(requirement) for requirement in re.findall(r'"([^"]+)"', dependencies)]

@@ -97,7 +97,7 @@ def test_a_pe_alone_has_nobody_to_wait_for() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module of the cuda backend over a driver and a torch that say yes to all.
+    """The module of the cuda backend, with a driver and a torch whose calls all succeed.
 
     What is made a text or a number of is one: a MagicMock makes `__str__` and `__int__` at their first use, and threads
     that use one at the same time can find it half made.

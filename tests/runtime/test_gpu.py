@@ -34,7 +34,7 @@ def _heap_after_heap() -> list[str]:
 
 
 def _devices(reverse: bool) -> tuple[int, int]:
-    """Return this PE's device in a world that may find one chosen, and in the next, which must find none of ours."""
+    """Return this PE's device in a world that may find a chosen one, and in the next, which must find none of ours."""
     rank = int(os.environ["PERSISTENT_OPS_RANK"])
     if reverse:
         torch.cuda.set_device(torch.cuda.device_count() - 1 - rank)

@@ -89,7 +89,7 @@ def _build_stand_in(folder: Path) -> Path:
 
 
 def _library_path(folder: Path) -> str:
-    """Return an LD_LIBRARY_PATH with the stand-in and UCX; skips where one of them cannot be had."""
+    """Return an LD_LIBRARY_PATH with the stub and UCX; skip if one of them is not available."""
     folders = [str(_build_stand_in(folder).parent)]
     wheel = importlib.util.find_spec("libucx")  # of the wheel libucx-cu13
     if wheel is not None and wheel.submodule_search_locations:

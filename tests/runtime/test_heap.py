@@ -368,7 +368,7 @@ def test_a_result_stays_while_anything_shares_it(backend: str) -> None:
 
 
 def _moved_away(backend: str) -> list[str]:
-    """torch puts a storage elsewhere, under the same tensors, where another process is to see it."""
+    """torch moves a storage under the same tensors if another process is to see it."""
     po.init(backend, heap_size=8 * MB)
     problems = []
     moved = _call(0)
@@ -395,7 +395,7 @@ def test_a_buffer_whose_storage_torch_has_moved_is_not_used_again() -> None:
 
 
 def _changed_in_place(backend: str) -> list[str]:
-    """Results have a history of their own, though they lie where others have lain."""
+    """Results have a history of their own, though they use the memory of earlier results."""
     po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
     problems = []
     rows, ones = torch.arange(3, device=po.device()), torch.ones(3, 4, device=po.device())
@@ -464,7 +464,7 @@ def test_results_that_are_held_can_fill_the_heap_and_idle_ones_make_room(backend
 
 
 def _holds_unlike_results(backend: str) -> str:
-    """Let PE 0 hold results that PE 1 drops, so that what is free begins at other offsets; then drop them, too."""
+    """Let PE 0 hold results that PE 1 drops, so that free memory begins at other offsets; then drop them, too."""
     po.init(backend, operator_timeout=20.0, heap_size=64 * MB)
     large, small = po.empty(16 * MB // 4), po.empty(MB // 4)
     po.free(large)
@@ -552,7 +552,7 @@ def test_host_heaps_are_private_to_the_user_and_have_no_name(monkeypatch: pytest
 
 
 def _own_area_without_room(backend: str) -> list[Any]:
-    """Of the PEs' own areas the last PE's alone finds no room."""
+    """Of the PEs' own areas, only the last PE's does not fit."""
     po.init(backend, operator_timeout=20.0, heap_size=16 * MB)
     world = current()
     areas, contract = Areas(world, Plans(world, "barrier", 1)), _BARRIER.contract(world.team)

@@ -95,7 +95,7 @@ def test_a_network_without_room_is_an_error() -> None:
 
 
 def _sum_of_denormals() -> tuple[bool, bool]:
-    """Return whether kernels add up denormal numbers, and whether the caller flushes them meanwhile."""
+    """Return whether kernels add denormal numbers, and whether the caller flushes them meanwhile."""
     least = torch.full((8,), 2.0**-149)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormal numbers")

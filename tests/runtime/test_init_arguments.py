@@ -1,4 +1,4 @@
-"""Joining and leaving a world wrongly: which exception, which argument it names, what was expected and what came."""
+"""Wrong ways to join and leave a world: the exception, the argument that it names, the expected and actual value."""
 
 from __future__ import annotations
 

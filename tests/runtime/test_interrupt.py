@@ -82,7 +82,7 @@ def test_an_operator_that_waits_is_left_at_once(backend: str, tmp_path: Path) ->
             pe.wait()
 
 
-# A PE that has nobody to wait for.
+# A PE that has no peer to wait for.
 THREADS = """
 import threading, torch
 import persistent_ops as po
@@ -132,7 +132,7 @@ def test_the_demo_leaves_nothing_behind(tmp_path: Path) -> None:
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     demo = Popen([sys.executable, "-c", DEMO], env=environ, start_new_session=True, **pipes)
     try:
-        # A PE has been through its start, and has the memory of its tables, when it has loaded the operator's kernel.
+        # A PE that has loaded the operator's kernel has started and has its tables' memory.
         deadline = time.monotonic() + 200
         while _with_a_kernel(demo.pid) < 2 and time.monotonic() < deadline:
             assert demo.poll() is None, "the demo ended by itself"
@@ -271,7 +271,7 @@ def test_calls_at_exit(before: str) -> None:
 
 
 def test_a_call_for_which_there_is_no_thread_is_made_once() -> None:
-    """The pool has queued it when it finds that there is none."""
+    """The pool has queued the task when it finds that there is no thread."""
     waits, calls = Interruptible(), list[int]()
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         waits.call(lambda: calls.append(1))
@@ -312,7 +312,7 @@ po.finalize()
 
 
 def test_an_operator_within_another_ones_launch_is_refused() -> None:
-    """By a signal handler; it would wait for the launch that it has interrupted."""
+    """By a signal handler. Otherwise it would wait for the launch that it has interrupted."""
     environ = {**os.environ, "PYTHONPATH": python_path()}
     command = [sys.executable, "-c", HANDLER]
     process = Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -73,11 +73,11 @@ for call in (lambda: po.launch(program, 2, weight), lambda: po.launch(print, 2, 
 print(po.launch(abs, 2, -3, timeout=100))  # nothing of __main__
 print([one.sums for one in po.launch(program, 2, weight, threads=True, timeout=100)])
 """
-# Its PEs are forked. What sets that up is in no way part of __main__.
+# Its PEs are forked. The code that sets this up is not part of __main__.
 FORKED = """
 __import__("warm_python").fork_launches()
 """
-# As IPython runs a cell: in a __main__ of its own, which is no file.
+# As IPython runs a cell: in a __main__ of its own, which is not a file.
 NOTEBOOK = """
 import sys
 import __main__
@@ -122,7 +122,7 @@ HAS_CLOUDPICKLE = importlib.util.find_spec("cloudpickle") is not None
 
 @functools.cache
 def printed(how: str) -> tuple[list[str], list[str]]:
-    """Return the lines of launches with cloudpickle, where it is installed, and of those without."""
+    """Return the lines of launches with cloudpickle, if it is installed, and of launches without it."""
     parts = [PROGRAM, *([WITH, REFUSED] if HAS_CLOUDPICKLE else []), WITHOUT]
     parts.insert(2 if how == "notebook" else 0, FORKED)
     program = "".join(parts)

@@ -90,7 +90,7 @@ def _probe(size: int, **options: Any) -> KernelRequest:
 
 
 def _copied(root: Path, size: int, row: int, column: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what came of a matrix, and what was to come."""
+    """Return the actual and the expected matrix."""
     backend, grid = current().backend, 2 * size
     with mock.patch.object(jit, "kernel_source_root", return_value=root):
         kernel, structs = backend.load(_probe(size)), description_of("tile_probe").structs
@@ -120,7 +120,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("size", "row", "column"), [(1, 3, 4), (2, 0, 0), (2, 14, 40), (4, -3, -8)])
 def test_a_cluster_shares_tiles(size: int, row: int, column: int, root: Path, backend: str) -> None:
-    """Wholly inside of the matrix, and over each of its edges."""
+    """Completely inside of the matrix, and across each of its edges."""
     if backend == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("clusters and tensor maps are compiled for sm_90a here")
     ((found, wanted),) = in_world(_copied, 1, backend, root, size, row, column, host_options={"wg_size": 3})

@@ -43,7 +43,7 @@ def _own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.F
 
 
 def _start_by_turns(folder: Path, number: int) -> list[bool]:
-    """Start and end so many times; return whether nobody else started meanwhile, nor ended while this one started."""
+    """Start and end repeatedly; return whether no other job started meanwhile, nor ended during this one's start."""
     found = []
     for _ in range(20):
         with _start_alone(60.0):
@@ -169,7 +169,7 @@ def test_an_end_whose_turn_does_not_come_goes_on_and_says_so(caplog: pytest.LogC
 
 
 def test_a_process_of_another_container_has_no_number_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even where a process has that number here, nor does it take over the turn of that one."""
+    """Not even if a process here has that number. It also does not take over that process' turn."""
     with _start_alone(60.0):
         (line,) = (tmp_path / _LOCK).read_text().splitlines()
         (tmp_path / _LOCK).write_text("")
@@ -246,7 +246,7 @@ def test_a_file_of_another_user_is_left_alone(
 
 
 class _Library:
-    """NVSHMEM as far as its end knows it: it hangs where peers do not come."""
+    """NVSHMEM, reduced to its end: it hangs if peers do not come."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -66,7 +66,7 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 
 def _with_transforms(call: Callable[[torch.Tensor | None], bool]) -> list[bool]:
-    """Return what a call says in each context, and in transforms, of whose wrapped tensors it gets one."""
+    """Return the decision on a call in each context, and in transforms, which wrap one of its tensors."""
     said: list[bool] = []
     for context in CONTEXTS.values():
         with context():
@@ -83,7 +83,7 @@ def _with_transforms(call: Callable[[torch.Tensor | None], bool]) -> list[bool]:
 
 
 def _is_plain(tensors: tuple[torch.Tensor, ...], optional: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether nobody but the kernel wants to see a call, by looking at each tensor."""
+    """Return whether only the kernel must see a call, by a check of each tensor."""
     given = (*tensors, *(other for other in optional if other is not None))
     if num_dispatch_modes() or is_watched() or not are_plain(given):
         return False

@@ -42,7 +42,7 @@ def test_room_on_an_sm(resident: Footprint, count: int, room: int) -> None:
 
 
 def test_room_on_a_gpu_is_that_of_the_worst_way_to_lie() -> None:
-    """No less than nothing of what is found by trying all ways, and all of it where SMs are alike."""
+    """The result is at most what an exhaustive search finds. It is exact if all SMs are alike."""
     numbers = random.Random(7)
     for _ in range(200):
         most = numbers.randint(1, 3)
@@ -110,7 +110,7 @@ class _Kernel:
 
 
 def _admitted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Launch as on GPUs; return whether the two workspaces have one order, step by step."""
+    """Launch as on GPUs; return, step by step, whether the two workspaces have one order."""
     followed: list[tuple[object, int]] = []
 
     class Order:
@@ -160,7 +160,7 @@ def test_workspaces_take_turns_until_all_find_room(monkeypatch: pytest.MonkeyPat
 
 
 def _narrowed() -> list[bool]:
-    """Agree on running beside, where launches that take turns with all others fill the GPU."""
+    """Agree to run beside other launches. Launches that take turns with all others fill the GPU."""
     world = po.runtime.world.current()
     world.residency = Residency(H200, 132)
     side, wide, narrow = world.side_workspace(WORKSPACE), _Kernel(Footprint(256, 64, 344, 4)), _Kernel(INPUTS)

@@ -30,7 +30,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class CustomError(Exception):
-    """Cannot be rebuilt from its pickle: the constructor wants two arguments."""
+    """Cannot be rebuilt from its pickle, as the constructor takes two arguments."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(first + second)
@@ -76,7 +76,7 @@ def pe_ends(how: str) -> None:
 
 
 def pe_leaves_a_child(end: str) -> None:
-    """Be killed, while a child that has all that this process had lives on until there is a file."""
+    """Be killed, while a child that inherited everything from this process lives on until a file exists."""
     if os.environ["PERSISTENT_OPS_RANK"] == "0":
         time.sleep(1000)
     if os.fork() == 0:
@@ -207,7 +207,7 @@ def test_a_result_that_cannot_be_pickled_is_named() -> None:
 
 
 def helpers() -> set[int]:
-    """The children that stay: multiprocessing's resource tracker, and what PEs are forked from."""
+    """The children that stay: multiprocessing's resource tracker, and the server that forks PEs."""
     from multiprocessing.resource_tracker import _resource_tracker
 
     pid = getattr(_resource_tracker, "_pid", None)
@@ -277,7 +277,7 @@ def test_ctrl_c_while_processes_start_leaves_none(monkeypatch: pytest.MonkeyPatc
 
 
 def test_threads_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The PEs that have begun learn of it."""
+    """The PEs that have started learn of it."""
     start = threading.Thread.start
     ends: list[str] = []
 

@@ -22,7 +22,7 @@ from persistent_ops.runtime.world import current
 
 
 class Refused(Exception):
-    """What CUDA answers with an error, or with the end of a capture."""
+    """An operation that CUDA answers with an error, or with the end of a capture."""
 
 
 class Stream:
@@ -76,7 +76,7 @@ class Cuda:
         self.collectives: dict[int, frozenset[int]] = {}  # of each capture: what is done after its last collective
 
     def create(self, handle: int) -> Stream:
-        """Return a stream that torch does not own, with a handle that one before it may have had."""
+        """Return a stream that torch does not own. It may have the handle of an earlier stream."""
         self.foreign[handle] = Stream(handle)
         return self.foreign[handle]
 
@@ -184,7 +184,7 @@ def test_a_launch_that_fails_leaves_the_order_as_it_was(cuda: Cuda, order: Strea
 
 
 def test_collectives_come_behind_launches_of_each_order(cuda: Cuda, order: StreamOrder) -> None:
-    """Of workspaces whose launches run beside one another."""
+    """The workspaces' launches run beside one another."""
     other = StreamOrder(torch.device("cuda", 0))
     cuda.launch(order)
     cuda.launches[0].clear()  # the next one is beside it

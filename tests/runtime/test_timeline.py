@@ -24,14 +24,14 @@ from persistent_ops.runtime.compile.jit import compile_cuda
 from persistent_ops.runtime.world import current
 from persistent_ops.timeline import Clock, Launch, PeTimeline, Span, Tasks, Timeline, _aligned
 
-# What says something to a timeline, in the kernels' sources: statements of their own, on a line each.
+# The kernels' calls for timelines: each is a statement on a line of its own.
 _HOOK = re.compile(
     r"^ *(?:const )?(?:trace_send\(.*\)|(?:Wait|Task)Trace trace\(.*\)|trace\.looked_in_vain\(.*\));\n", re.M
 )
 
 
 def _without_hooks(folder: Path) -> tuple[Path, int]:
-    """Copy the kernels' sources without what speaks to a timeline; return them, and how much that was."""
+    """Copy the kernels' sources without calls for timelines; return the copy, and the number of removed lines."""
     root = folder / "cuda"
     shutil.copytree(CUDA, root)
     count = 0

@@ -20,7 +20,7 @@ _AS_THEIR_VALUES = {"sparse_coo_tensor"}
 
 
 def _leaves_to_torch(call: ast.Call) -> list[str]:
-    """Return what a call that makes a tensor leaves to torch's defaults; nothing for others."""
+    """Return what a call that makes a tensor leaves to torch's defaults; nothing for other calls."""
     function = call.func
     if not isinstance(function, ast.Attribute) or function.attr not in _MAKERS:
         return []

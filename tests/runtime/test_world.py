@@ -25,7 +25,7 @@ from persistent_ops.runtime.bootstrap.launchers import LAUNCHER_VARIABLES
 NAMES = ["plain", "mixed and odd widths, one PE without tables"]
 RIGHT = dict.fromkeys(NAMES)
 
-# Two worlds, one after the other, in a program as users have it: no function of po.launch around it.
+# Two worlds, one after the other, in a program like a user's: without po.launch.
 PROGRAM = """
 import sys
 import persistent_ops as po
@@ -222,7 +222,7 @@ def _two_callers(backend: str) -> list[Any]:
     allowed = _from_a_thread(po.check)
     for call in calls.values():
         call()
-    # Autograd's own threads call for the one that began the backward pass.
+    # Autograd's own threads make calls on behalf of the thread that began the backward pass.
     leaf = torch.ones(1, device=device, requires_grad=True)
     seen: list[Any] = []
     y = leaf * 1

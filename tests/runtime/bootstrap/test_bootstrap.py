@@ -91,7 +91,7 @@ class Worker:
             text=True,
             env=clean_environment(),
         )
-        # What torch logs must not fill the pipe; it is read by tests that say what may not be logged.
+        # torch's log messages must not fill the pipe. Tests of what may not be logged read it.
         self.log: list[str] = []
         assert self.process.stderr is not None
         self.reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True)
@@ -382,7 +382,7 @@ def test_the_store_waits_for_every_rank_also_where_one_has_left_and_ended(pool: 
 
 
 def test_killed_rank_is_named_long_before_the_timeout(pool: list[Worker]) -> None:
-    """Last of the tests with the pool: it kills one of its processes."""
+    """The last test with the pool, as it kills one of its processes."""
     connect_all(pool, [(0, 3), (1, 3), (2, 3)], 60)
     for worker in pool[:2]:
         worker.tell("exchange")
@@ -431,7 +431,7 @@ def test_identities_are_checked() -> None:
 
 
 class LateBoard(ThreadMailbox):
-    """Lets something happen just before its PE looks for failures."""
+    """Lets an event happen just before its PE looks for failures."""
 
     def __init__(self, table: ThreadTable, happens: Callable[[], None]) -> None:
         super().__init__(table)

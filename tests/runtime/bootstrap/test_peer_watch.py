@@ -139,7 +139,7 @@ def _cold_cache(backend: str, folder: str, compiler: str) -> tuple[list[float], 
 
 
 def _warm(backend: str) -> None:
-    """Let the cache have the kernels that two PEs need."""
+    """Put the kernels that two PEs need into the cache."""
     po.init(backend, heap_size=16 << 20)
     _exchange(1.0)
     po.check()
@@ -150,7 +150,7 @@ def _warm(backend: str) -> None:
 def test_compiling_is_not_counted_as_waiting(backend: str, tmp_path: Path) -> None:
     slow = tmp_path / "slow_c++"
     compiler = shutil.which("c++") or shutil.which("g++")
-    # Where the compiler is asked for its version only, it answers at once.
+    # A request for the compiler's version is answered at once.
     slow.write_text(f'#!/bin/sh\ncase "$*" in *-shared*|*.cu*) sleep 5;; esac\nexec {compiler} "$@"\n')
     slow.chmod(0o755)
     results = po.launch(_cold_cache, 2, backend, str(tmp_path / "cache"), str(slow), timeout=250)

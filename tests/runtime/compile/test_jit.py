@@ -108,7 +108,7 @@ def test_kernels_are_optimized_as_far_as_the_variable_says(workshop: Workshop, m
     workshop.on_compile(f'echo "$*" > {workshop.state}/command')
 
     def level() -> str:
-        """Return the one that counts: the compiler takes the last."""
+        """Return the option that counts: the compiler takes the last one."""
         return [word for word in (workshop.state / "command").read_text().split() if word.startswith("-O")][-1]
 
     workshop.build()
@@ -136,7 +136,7 @@ def test_key_follows_the_compiler_version_and_its_variables(
 
 def test_key_follows_the_instructions_of_the_processor(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     first = workshop.build()
-    # What another processor would look like: the compiler predefines another macro for the same flags.
+    # Simulates another processor: the compiler predefines another macro for the same flags.
     write_script(
         workshop.state / "c++", WRAPPER.format(state=workshop.state, compiler=f"{REAL_CXX} -D__ANOTHER_EXTENSION__")
     )
@@ -226,7 +226,7 @@ def test_sources_changed_while_compiling_are_not_kept(workshop: Workshop) -> Non
 
 
 def test_compile_error_shows_command_and_last_lines(workshop: Workshop) -> None:
-    # Undeclared names, each of which the compiler reports in a few lines; the last one is the one to see.
+    # Undeclared names. The compiler reports each in a few lines; the last one must be visible.
     lines = "".join(f"int f{i}() {{ return missing_{i}; }}\n" for i in range(60))
     (workshop.root / "platform" / "deep.h").write_text(lines)
     with pytest.raises(CompileError) as caught:

@@ -137,7 +137,7 @@ def test_nvcc_of_the_wheels_is_found(workshop: Workshop, tmp_path: Path, monkeyp
     assert found.source == "wheel"
     assert found.version == "13.0.88"
     assert found.path == tmp_path / "site/nvidia/cu13/bin/nvcc"
-    # The one part that is installed elsewhere has to be named; the others nvcc finds beside itself.
+    # A part that is installed elsewhere must be named. nvcc finds the others in its own folder.
     assert found.include_dirs == (tmp_path / "user_site/nvidia/cu13/include/cccl",)
 
 
