@@ -1,4 +1,4 @@
-"""Wrong ways to join and leave a world: the exception, the argument that it names, the expected and actual value."""
+"""Joining and leaving a world wrongly: which exception, which argument it names, what was expected and what came."""
 
 from __future__ import annotations
 
