@@ -14,7 +14,9 @@ failure, which give no credit.
 
 from __future__ import annotations
 
-import json
+import itertools
+import struct
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 
 from .backend import Peeked
@@ -58,7 +60,7 @@ class CallOrder:
         self._num_still = self._num_still + 1 if is_known and begun == self._begun else 0
         self._begun = begun
         if self._num_still == _STILL_LOOKS:
-            self._told = json.dumps(begun).encode()
+            self._told = array("q", itertools.chain.from_iterable(begun)).tobytes()
         return self._told
 
     def compare(self, told: Mapping[int, bytes]) -> None:
@@ -69,17 +71,21 @@ class CallOrder:
         """
         found = []
         if self._num_still >= _STILL_LOOKS and not any(workspace.has_failed for workspace in self._workspaces()):
-            found = [each for peer, raw in told.items() if raw for each in self._differing(peer, json.loads(raw))]
+            found = [each for peer, raw in told.items() if raw for each in self._differing(peer, raw)]
         self._num_differing = self._num_differing + 1 if found else 0
         for workspace, epoch, call in found:
             workspace.is_in_another_call(call, epoch, gives_up=self._num_differing > _LOOKS_BEFORE_GIVING_UP)
 
-    def _differing(self, peer: int, told: Sequence[Sequence[int]]) -> list[tuple[Workspace, int, OtherCall]]:
+    def _differing(self, peer: int, told: bytes) -> list[tuple[Workspace, int, OtherCall]]:
         """Return where this PE waits for a peer in another call: the workspace, its first epoch, and the calls."""
         ahead, behind = [], []
-        for workspace, theirs, mine in zip(self._workspaces(), self._begun, told, strict=False):
+        for place, (workspace, theirs) in enumerate(zip(self._workspaces(), self._begun, strict=False)):
+            at = 8 * (place * len(theirs) + self._rank)
+            if at >= len(told):
+                break  # the peer has not this workspace yet
+            (mine,) = struct.unpack_from("=q", told, at)
             first = workspace.first_epoch  # below it is what came before the last recovery
-            own, other = max(mine[self._rank], first), max(theirs[peer], first)
+            own, other = max(mine, first), max(theirs[peer], first)
             if own > other:
                 ahead.append((workspace, first, workspace.credits.own_contract(own)))
             elif other > own:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field as with_default, replace
 from typing import Any, NamedTuple
@@ -269,10 +271,7 @@ def _texts(kind: LaunchKind, words: Sequence[int], own: Contract | None) -> list
 
 def _mixed(values: Sequence[int]) -> int:
     """Return a number that differs, in practice, where the lists differ."""
-    mixed = 0
-    for value in values:
-        mixed = (mixed * 1000003 + value + 1) % (2**61 - 1)
-    return mixed
+    return int.from_bytes(hashlib.blake2b(array("q", values).tobytes(), digest_size=7).digest(), "little")
 
 
 def _word_of(name: str) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +135,11 @@ class _Workspace:
         self.calls.append((other, gives_up))
 
 
+def _report(begun: list[list[int]]) -> bytes:
+    """Return what a PE reports: by workspace, the epochs that its peers have begun."""
+    return array("q", itertools.chain.from_iterable(begun)).tobytes()
+
+
 def _watched(
     first: int, peers: list[int], told: bytes, looks: int, *, is_known: bool = True, has_failed: bool = False
 ) -> list[Any]:
@@ -150,7 +157,7 @@ _MANY = _STILL_LOOKS + _LOOKS_BEFORE_GIVING_UP + 1
 
 
 def test_what_is_found_is_told_first_and_then_given_up_for() -> None:
-    beside, main = _watched(0, [4, 6], b"[[5, 0], [5, 0]]", _MANY)
+    beside, main = _watched(0, [4, 6], _report([[5, 0], [5, 0]]), _MANY)
     assert not main
     assert [gives_up for _, gives_up in beside] == [False] * _LOOKS_BEFORE_GIVING_UP + [True]
     assert {other for other, _ in beside} == {OtherCall(1, (5,), (6,))}
@@ -159,11 +166,11 @@ def test_what_is_found_is_told_first_and_then_given_up_for() -> None:
 @pytest.mark.parametrize(
     ("first", "told"),
     [
-        (0, b"[[5, 0], [6, 0]]"),  # ahead in one alone
-        (0, b"[[4, 0], [5, 0]]"),  # behind in one workspace only
-        (0, b"[[3, 0], [2, 0]]"),  # of long ago
-        (7, b"[[5, 0], [5, 0]]"),  # from before a recovery
-        (0, b"[[5, 0]]"),  # of a PE that knows of no other workspace yet
+        (0, _report([[5, 0], [6, 0]])),  # ahead in one alone
+        (0, _report([[4, 0], [5, 0]])),  # behind in one workspace only
+        (0, _report([[3, 0], [2, 0]])),  # of long ago
+        (7, _report([[5, 0], [5, 0]])),  # from before a recovery
+        (0, _report([[5, 0]])),  # of a PE that knows of no other workspace yet
         (0, b""),
     ],
 )
@@ -172,12 +179,12 @@ def test_who_is_ahead_or_behind_is_in_no_other_call(first: int, told: bytes) -> 
 
 
 def test_nothing_is_known_before_it_has_stayed_the_same() -> None:
-    assert _watched(0, [4, 6], b"[[5, 0], [5, 0]]", _STILL_LOOKS) == [[], []]
-    assert _watched(0, [4, 6], b"[[5, 0], [5, 0]]", _MANY, is_known=False) == [[], []]
+    assert _watched(0, [4, 6], _report([[5, 0], [5, 0]]), _STILL_LOOKS) == [[], []]
+    assert _watched(0, [4, 6], _report([[5, 0], [5, 0]]), _MANY, is_known=False) == [[], []]
 
 
 def test_nothing_is_found_behind_a_failure() -> None:
-    assert _watched(0, [4, 6], b"[[5, 0], [5, 0]]", _MANY, has_failed=True) == [[], []]
+    assert _watched(0, [4, 6], _report([[5, 0], [5, 0]]), _MANY, has_failed=True) == [[], []]
 
 
 def test_workspaces_that_run_beside_have_no_order_with_others() -> None:
@@ -200,4 +207,4 @@ def test_what_changes_is_not_told() -> None:
         workspace.of_peer += look < _STILL_LOOKS
         told.append(order.look())
     first = next(number for number, each in enumerate(told) if each)
-    assert first == 2 * _STILL_LOOKS - 1 and set(told[first:]) == {b"[[0, 8]]"}
+    assert first == 2 * _STILL_LOOKS - 1 and set(told[first:]) == {_report([[0, 8]])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -307,14 +308,16 @@ class _Made:
     def agree(self, world: World, workspace: Workspace, layout: InputsLayout, capacity: Capacity) -> int:
         """Return the number of the next one, the same on all PEs; raise where they passed something else."""
         world.meet(_AGREEMENT.contract(world.team), workspace)
-        mine = [self.count, repr((layout, capacity))]
+        text = repr((layout, capacity)).encode()  # long where there are many PEs
+        mine = [self.count, hashlib.sha256(text).hexdigest()]
         told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs", json.dumps(mine).encode())]
         self.count = max(count for count, _ in told) + 1
-        other = next((pe for pe, (_, text) in enumerate(told) if text != mine[1]), None)
-        if other is not None:
+        if len({digest for _, digest in told}) > 1:
+            texts = world.bootstrap.exchange("embedding-inputs that differ", text)
+            other = next((pe for pe, theirs in enumerate(texts) if theirs != text), world.rank)
             raise ValueError(
                 "slots, num_features, max_batch, capacity, is_weighted, index_dtype, slot_order: expected the same on "
-                f"all PEs, got {mine[1]} on PE {world.rank} and {told[other][1]} on PE {other}"
+                f"all PEs, got {text.decode()} on PE {world.rank} and {texts[other].decode()} on PE {other}"
             )
         return self.count
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -172,8 +173,8 @@ class InputsLayout(NamedTuple):
             owner: the PE.
             capacities: of each source's messages to each owner.
         """
-        sizes = (self.region_bytes(owner, of_source[owner]) for of_source in capacities)
-        return [0, *itertools.accumulate(sizes)]
+        size_of = functools.cache(functools.partial(self.region_bytes, owner))  # most capacities are equal
+        return [0, *itertools.accumulate(size_of(of_source[owner]) for of_source in capacities)]
 
 
 class InputsKey(NamedTuple):
