@@ -71,7 +71,8 @@ def init(
             a peer spends compiling a kernel does not count.
         heap_size: bytes of symmetric heap on each PE; None for 4 GiB on "cuda" and 1 GiB on "host", where unused pages
             cost nothing.
-        transport: "auto"; or "staged" to send everything by put and signal, as to a peer on another host.
+        transport: "auto": store to peers where the hardware allows; "staged": put and signal to all peers, as to other
+            hosts; "nodes:N": divide the PEs into N nodes of consecutive ranks, and put and signal between nodes.
         host_options: for tests of the host backend: network_delay_us, wg_size.
 
     Raises:

@@ -15,7 +15,7 @@ from .compile.jit import KernelSource
 from .interruptible import Interruptible
 from .residency import Footprint, Sm
 
-__all__ = ["Backend", "Kernel", "KernelRequest", "LaunchShape", "Peeked", "check_resident"]
+__all__ = ["Backend", "Kernel", "KernelRequest", "LaunchShape", "Peeked", "check_resident", "in_node"]
 
 _NOT_HELD = 'static_assert(alignof(Call) < 64, "a kernel that holds its call in registers cannot use a tensor map");'
 _SPECIALIZED = "template <>\ninline constexpr {kind} po::{name}<> = {value};\n"
@@ -216,6 +216,21 @@ class Backend(Protocol):
 
     def close(self, *, is_alone: bool = False) -> None:
         """Release everything; no launch may be in flight. Collective, unless `is_alone`: peers may be gone."""
+
+
+def in_node(transport: str, rank: int, world_size: int) -> list[bool]:
+    """Return for each PE whether this one may store to it directly; other PEs take puts and signals.
+
+    Args:
+        transport: "auto": to all; "staged": to itself alone; "nodes:N": to the PEs of its node, of N nodes of
+            consecutive ranks.
+        rank: of this PE.
+        world_size: number of PEs.
+    """
+    if transport == "auto":
+        return [True] * world_size
+    share = 1 if transport == "staged" else -(-world_size // int(transport.removeprefix("nodes:")))
+    return [pe // share == rank // share for pe in range(world_size)]
 
 
 def check_resident(kernel: Kernel, grid: int, *, choices: str = "work_groups") -> None:

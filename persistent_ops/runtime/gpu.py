@@ -15,7 +15,7 @@ from cuda.bindings import driver
 from cuda.core import Device, ObjectCode
 
 from . import nvshmem_end
-from .backend import KernelRequest, Peeked
+from .backend import KernelRequest, Peeked, in_node
 from .bootstrap import launchers
 from .bootstrap.connection import Bootstrap
 from .bounded import within
@@ -171,8 +171,7 @@ class GpuBackend:
     Args:
         bootstrap: connection to the other PEs.
         heap_bytes: size of each PE's heap.
-        transport: "auto" (store directly to peers that are load/store reachable), or "staged" (every exchange takes the
-            path of puts and signals).
+        transport: which PEs may be stored to directly if they are load/store reachable: see `in_node`.
         timeout: seconds for NVSHMEM's start.
     """
 
@@ -271,9 +270,8 @@ class GpuBackend:
             )
         heaps = [int(self._bindings.ptr(self.heap_base, pe) or 0) for pe in range(n_pes)]
         heaps[bootstrap.rank] = self.heap_base
-        if transport == "staged":
-            heaps = [base if pe == bootstrap.rank else 0 for pe, base in enumerate(heaps)]
-        return tuple(heaps)
+        near = in_node(transport, bootstrap.rank, n_pes)
+        return tuple(base if is_near else 0 for base, is_near in zip(heaps, near, strict=True))
 
     @torch.inference_mode(False)
     def tensor_at(self, address: int, nbytes: int) -> torch.Tensor:

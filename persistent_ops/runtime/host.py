@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .backend import KernelRequest, Peeked
+from .backend import KernelRequest, Peeked, in_node
 from .bootstrap.connection import Bootstrap
 from .compile.description import describe
 from .compile.jit import KernelSource, load_host
@@ -79,8 +79,8 @@ class HostBackend:
     Args:
         bootstrap: connection to the other PEs; all must run on this machine.
         heap_bytes: size of each PE's heap.
-        transport: "auto" (peers' heaps are stored to directly), or "staged" (every exchange goes through a proxy that
-            delays and reorders it, as a network would).
+        transport: which PEs' heaps are stored to directly: see `in_node`. The others are reached through a proxy that
+            delays and reorders, as a network would.
         network_delay_us: longest delay of one operation of that proxy, in microseconds.
         wg_size: threads per WG; more than one is for tests.
     """
@@ -97,10 +97,10 @@ class HostBackend:
     def __init__(
         self, bootstrap: Bootstrap, heap_bytes: int, transport: str, network_delay_us: int = 200, wg_size: int = 1
     ) -> None:
-        if not bootstrap.single_host:
+        if not bootstrap.shares_memory:
             raise BootstrapError(
-                "the host backend shares memory between PEs, so all of them must run on one machine; "
-                "use backend='cuda' across machines"
+                "the host backend shares memory between PEs, so all of them must run on one machine and in one PID "
+                "namespace; use backend='cuda' across machines"
             )
         for option, value in (("network_delay_us", network_delay_us), ("wg_size", wg_size)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -118,8 +118,9 @@ class HostBackend:
         self.network = 0
         self._runtime: Any = None
         self.peer_heaps = addresses
-        if transport == "staged":
-            self.peer_heaps = tuple(a if pe == bootstrap.rank else 0 for pe, a in enumerate(addresses))
+        near = in_node(transport, bootstrap.rank, bootstrap.world_size)
+        if not all(near):
+            self.peer_heaps = tuple(a if is_near else 0 for a, is_near in zip(addresses, near, strict=True))
             self._runtime = load_host(KernelSource("platform/host_runtime.cuh"))
             self._runtime.po_network_create.restype = ctypes.c_void_p
             self._runtime.po_network_destroy.argtypes = [ctypes.c_void_p]
@@ -129,7 +130,7 @@ class HostBackend:
                 table, len(addresses), ctypes.c_uint64(network_delay_us), ctypes.c_uint64(bootstrap.rank + 1)
             )
             if network is None:
-                raise PersistentOpsError(f"transport='staged': {_NO_THREADS}")
+                raise PersistentOpsError(f"transport={transport!r}: {_NO_THREADS}")
             self.network = network
 
     @torch.inference_mode(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from typing import Any
 
 import torch
@@ -65,8 +66,8 @@ def init(
 def _check_choices(backend: str, transport: str, heap_size: Any, host_options: Any) -> None:
     if backend not in ("auto", "cuda", "host"):
         raise ValueError(f"backend: expected 'auto', 'cuda' or 'host', got {backend!r}")
-    if transport not in ("auto", "staged"):
-        raise ValueError(f"transport: expected 'auto' or 'staged', got {transport!r}")
+    if transport not in ("auto", "staged") and not re.fullmatch(r"nodes:[1-9]\d*", str(transport)):
+        raise ValueError(f"transport: expected 'auto', 'staged' or 'nodes:N' (N nodes), got {transport!r}")
     if heap_size is not None and (not isinstance(heap_size, int) or isinstance(heap_size, bool)):
         raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
     if not isinstance(host_options, (dict, type(None))):

@@ -81,6 +81,7 @@ class Bootstrap:
         local_world_size: Number of PEs on its host.
         launcher: What started the job.
         single_host: Whether all PEs are on one host.
+        shares_memory: Whether all PEs run under one kernel and see each other's processes, whatever their host names.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Bootstrap:
         self.local_rank = 0
         self.local_world_size = 1
         self.launcher = launcher
-        self.single_host = True
+        self.single_host = self.shares_memory = True
         self.timeout = timeout
         self._mailbox = mailbox
         self._serves = serves
@@ -353,6 +354,7 @@ class Bootstrap:
             problem = f"the ranks were started by different launchers ({', '.join(launchers)}); start them by one"
         here = [r for r, identity in enumerate(self._identities) if identity.process.host == mine.process.host]
         self.single_host = len(here) == self.world_size
+        self.shares_memory = len({identity.process.kernel for identity in self._identities}) == 1
         self.local_rank = here.index(self.rank) if local_rank is None and here else local_rank or 0
         self.local_world_size = len(here) if local_world_size is None else local_world_size
         numbers = [self._identities[r].local_rank for r in here]
