@@ -224,7 +224,7 @@ def recover() -> None:
     its peers may reach an operator later than this PE did, and wait there.
 
     A late PE may still get a valid result from the launch that its peers gave up, and meet the error one call later. So
-    PEs may be one step apart: continue all of them from the same step, such as that of a checkpoint.
+    PEs may be one step apart: continue all of them from the same step, such as a checkpoint's.
 
     Raises:
         BootstrapError: a PE did not come within that time. The world is then lost, and all later calls are refused.

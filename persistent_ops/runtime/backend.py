@@ -56,7 +56,7 @@ class KernelRequest:
         config: fields of the kernel's `Config`, in order, as (name, C++ value); None where the kernel has none.
         shape: of its launches.
         holds_call: whether each thread has the call in registers; see cuda/platform/entry.cuh.
-        traces: whether it leaves a timeline behind; see cuda/platform/trace.cuh.
+        traces: whether it writes a timeline; see cuda/platform/trace.cuh.
     """
 
     name: str

@@ -334,7 +334,7 @@ class GpuBackend:
                 f"{shape.arena_bytes} bytes of shared memory for {request.name}",
             )
         loaded = _GpuKernel(self, code, kernel, request)
-        loaded.footprint()  # loads the code now: a lazy load behind a spinning kernel would deadlock
+        loaded.footprint()  # loads the code now: a lazy load after a spinning kernel would deadlock
         return loaded
 
     def use_in_this_thread(self) -> None:

@@ -170,7 +170,7 @@ class HostBackend:
         library = load_host(request.source())
         function = getattr(library, request.name)
         function.restype = ctypes.c_bool
-        # The last one is for kernels that trace; others do not look at it.
+        # The last argument is for kernels that trace; other kernels ignore it.
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
         # A PE without peers never waits: signals are delayed until a launch has ended, and no thread has to wake.
         waits = self.waits if len(self.peer_heaps) > 1 else None

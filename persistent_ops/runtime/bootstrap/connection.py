@@ -52,7 +52,7 @@ _attempts: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class _Identity:
-    """What a PE reports to the others about itself."""
+    """The report of a PE to the others about itself."""
 
     launcher: str
     local_rank: int | None
@@ -77,7 +77,7 @@ class Bootstrap:
     Attributes:
         rank: Number of this PE.
         world_size: Number of PEs.
-        local_rank: Number of this PE among those of its host.
+        local_rank: Number of this PE among its host's PEs.
         local_world_size: Number of PEs on its host.
         launcher: What started the job.
         single_host: Whether all PEs are on one host.
@@ -148,8 +148,8 @@ class Bootstrap:
     def meet_to_leave(self, seconds: float) -> bool:
         """Return whether all PEs have come to leave, within so many seconds of each; all get the same answer.
 
-        The first one that knows decides: that all are there, or that it gives them up. Who comes later, and finds there
-        what the others have left, goes by that.
+        The first PE that knows decides: all are there, or it gives them up. A later PE finds this decision, and takes
+        it over.
         """
         return self._decide_to_leave(lambda: self.exchange("close", b"", timeout=seconds))
 
@@ -195,7 +195,7 @@ class Bootstrap:
                 mailbox.pause(_LONGEST_PAUSE_S)
 
     def fail(self, message: str) -> None:
-        """Tell the other PEs that this one gives up, so that their exchanges raise at once.
+        """Announce that this PE gives up, so that the other PEs' exchanges raise at once.
 
         Args:
             message: Why; the first message of the job is the one that the others show.
@@ -448,7 +448,7 @@ def from_group(group: Any, timeout: float) -> Bootstrap:
         timeout: Seconds within which all PEs must have come; also the default of `Bootstrap.exchange`.
 
     Returns:
-        The connection of this PE; its ranks are those of the group.
+        The connection of this PE; its ranks are the group's ranks.
 
     Raises:
         BootstrapError: torch.distributed is not initialized, this process is not in the group, or as in `connect`.
@@ -508,7 +508,7 @@ def from_threads(world_size: int, timeout: float) -> list[Bootstrap]:
 
 
 def fail_all(message: str) -> None:
-    """Tell the other PEs, over every open connection of this process, that it gives up.
+    """Announce over every open connection of this process that it gives up.
 
     Args:
         message: Why.

@@ -1,4 +1,4 @@
-"""Identity of a process among those of this host and of others, including containers that share a host."""
+"""Identity of a process among the processes of this host and of others, including containers that share a host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ProcessIdentity", "boot_id", "identify", "pid_space", "start_of"]
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """What a process reports about itself."""
+    """The report of a process about itself."""
 
     host: str  # host name and boot id: equal on two PEs that share memory, whatever the host name alone says
     pid_space: str
