@@ -178,7 +178,7 @@ class StoreMailbox:
         except TimeoutError:
             raise BootstrapError(
                 "the store of this job does not answer any more; is the process that serves it (rank 0, or the "
-                "launcher) stopped?"
+                "launcher) stopped, or the network to its host cut?"
             ) from None
         except (RuntimeError, OSError):
             # torch's text names the address, which should not be in a log.
@@ -291,7 +291,7 @@ def connect_store(host: str, port: int, worker: Worker, deadline: float) -> Any:
             remaining = deadline - time.monotonic()
             try:
                 addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                progress[0] = "nobody listens at the address"
+                progress[0] = "nobody listens at the address, or no route leads there"
                 family, kind, protocol, _, address = addresses[0]
                 with socket.socket(family, kind, protocol) as probe:
                     probe.settimeout(max(0.05, remaining))
