@@ -67,7 +67,7 @@ def _check_choices(backend: str, transport: str, heap_size: Any, host_options: A
     if backend not in ("auto", "cuda", "host"):
         raise ValueError(f"backend: expected 'auto', 'cuda' or 'host', got {backend!r}")
     if transport not in ("auto", "staged") and not re.fullmatch(r"nodes:[1-9]\d*", str(transport)):
-        raise ValueError(f"transport: expected 'auto', 'staged' or 'nodes:N' (N nodes), got {transport!r}")
+        raise ValueError(f"transport: expected 'auto', 'staged' or 'nodes:N', got {transport!r}")
     if heap_size is not None and (not isinstance(heap_size, int) or isinstance(heap_size, bool)):
         raise TypeError(f"heap_size: expected a whole number of bytes, got {heap_size!r}")
     if not isinstance(host_options, (dict, type(None))):
