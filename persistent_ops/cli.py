@@ -108,14 +108,17 @@ def trace(context: typer.Context, op: Annotated[str, typer.Argument(help="Name o
 
 
 @app.command()
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    ranks: Annotated[bool, typer.Option("--ranks", help="Under a launcher: compare all ranks; rank 0 prints.")] = False,
+) -> None:
     """Show what the package finds on this machine, what is missing, and the command that installs it.
 
     Exits with 0 if at least one backend can run, else with 1.
     """
     from .doctor import run_doctor
 
-    raise typer.Exit(run_doctor(as_json=json))
+    raise typer.Exit(run_doctor(as_json=json, of_ranks=ranks))
 
 
 def benchmark_folder() -> Path:

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -22,6 +23,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .findings import Finding
+from .ranks import compare, gather
+from .rdma import examine_network
 from .runtime.errors import PersistentOpsError
 from .testing.machine import available_memory
 
@@ -29,27 +33,6 @@ __all__ = ["Finding", "Report", "examine", "run_doctor"]
 
 _NVIDIA_SMI_TIMEOUT_S = 20.0
 _MARKS = {"ok": "[green]ok[/]", "missing": "[bold red]missing[/]", "warning": "[yellow]check[/]", "info": ""}
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One thing that was looked for.
-
-    Attributes:
-        section: heading that it stands under.
-        name: what was looked for.
-        status: "ok", "missing" (a backend cannot run without it), "warning" (it works, but not as it should) or "info".
-        value: what was found.
-        remedy: the command, or the advice, that mends it; "" where nothing is to be done.
-        needed_by: the backends that cannot run while it is missing.
-    """
-
-    section: str
-    name: str
-    status: str
-    value: str
-    remedy: str = ""
-    needed_by: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +82,30 @@ def examine() -> Report:
     return Report(tuple(findings), "cuda" if _cuda_works() else "host")
 
 
-def run_doctor(*, as_json: bool = False, console: Console | None = None) -> int:
+def run_doctor(*, as_json: bool = False, of_ranks: bool = False, console: Console | None = None) -> int:
     """Print what was found.
 
     Args:
         as_json: print one JSON object instead of tables.
+        of_ranks: meet the other ranks of a launcher's job, and add what they report; rank 0 prints. Collective.
         console: where it goes; standard output by default.
 
     Returns:
-        0 where at least one backend can run, else 1.
+        0 where at least one backend can run, else 1. With `of_ranks` 1 also where ranks do not meet.
     """
     console = console or Console()
+    compared: list[Finding] = []
+    if of_ranks:
+        try:
+            seen, rank = gather()
+        except PersistentOpsError as error:
+            console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            return 1
+        if rank != 0:
+            return 0
+        compared = compare(seen)
     report = examine()
+    report = dataclasses.replace(report, findings=(*report.findings, *compared))
     if as_json:
         console.print(json.dumps(report.as_dict(), indent=2), markup=False, highlight=False, soft_wrap=True)
     else:
@@ -403,10 +398,15 @@ def _heap() -> list[Finding]:
     if available is not None:
         # Pages that are never touched cost nothing, so little memory is no error.
         findings.append(Finding(section, "memory for host PEs", "info", f"{available / 2**30:.1f} GiB available"))
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
-    findings.append(Finding(section, "locked memory (ulimit -l)", "info", f"{limit}; network transports pin the heap"))
     return findings
+
+
+def _network() -> list[Finding]:
+    from .runtime import joining
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked_bytes = math.inf if soft == resource.RLIM_INFINITY else soft
+    return examine_network(joining._DEFAULT_HEAP_BYTES["cuda"], locked_bytes)
 
 
 def _cache() -> list[Finding]:
@@ -449,6 +449,7 @@ _PROBES: Sequence[tuple[str, Callable[[], list[Finding]]]] = (
     ("Time-outs", _timeouts),
     ("Launchers", _launchers),
     ("Heap", _heap),
+    ("Network of several hosts", _network),
     ("Kernels", _cache),
 )
 

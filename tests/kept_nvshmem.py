@@ -87,5 +87,5 @@ def keep() -> Callable[[], bool]:
     keeper = Keeper(gpu.GpuBackend._start, gpu.GpuBackend.close)
     gpu.GpuBackend._start = lambda *arguments: keeper.start(*arguments)  # type: ignore[method-assign]
     gpu.GpuBackend.close = lambda *arguments, **how: keeper.close(*arguments, **how)  # type: ignore[method-assign]
-    gpu.NvshmemVariables = lambda heap_bytes, **how: NvshmemVariables(max(heap_bytes, LEAST_BYTES), **how)  # type: ignore[misc, assignment]
+    gpu.NvshmemVariables = lambda heap_bytes, on: NvshmemVariables(max(heap_bytes, LEAST_BYTES), on)  # type: ignore[misc, assignment]
     return lambda: keeper.is_started

@@ -18,6 +18,7 @@ from . import nvshmem_end
 from .backend import KernelRequest, Peeked, in_node
 from .bootstrap import launchers
 from .bootstrap.connection import Bootstrap
+from .bootstrap.route import meeting_interface
 from .bounded import within
 from .compile.jit import compile_cuda
 from .compile.literals import warp_size
@@ -215,7 +216,9 @@ class GpuBackend:
         _check_driver(outcome, "a stream")
         self._side_stream = outcome[1]
 
-        with NvshmemVariables(heap_bytes, single_host=bootstrap.single_host):
+        interface = meeting_interface(bootstrap)
+        _log.debug("persistent_ops: NVSHMEM's PEs meet over %s", interface or "an interface of its choice")
+        with NvshmemVariables(heap_bytes, interface):
             self._start(bootstrap, timeout)
         self.heap_base = int(self._buffer.handle)
         try:

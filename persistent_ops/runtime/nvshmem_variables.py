@@ -6,10 +6,13 @@ import logging
 import os
 from types import TracebackType
 
+from .bootstrap.route import Interface
+
 __all__ = ["NvshmemVariables"]
 
 _log = logging.getLogger("persistent_ops")
 _NO_MULTICAST = "NVSHMEM_DISABLE_NVLS"
+_INTERFACE = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
 _OWN_BYTES = 64 << 20  # of the symmetric heap, for NVSHMEM itself
 
 
@@ -24,16 +27,18 @@ class NvshmemVariables:
 
     Args:
         heap_bytes: of this PE's heap.
-        single_host: whether all PEs are on one host: then they find each other over its loopback interface.
+        interface: over which PEs find each other; None: NVSHMEM chooses.
     """
 
-    def __init__(self, heap_bytes: int, *, single_host: bool) -> None:
+    def __init__(self, heap_bytes: int, interface: Interface | None) -> None:
         self._wanted = {
             "NVSHMEM_SYMMETRIC_SIZE": str(heap_bytes + _OWN_BYTES),
             "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
         }
-        if single_host:
-            self._wanted["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] = "lo"
+        if interface is not None and _INTERFACE not in os.environ:
+            self._wanted[_INTERFACE] = interface.name
+            if interface.family:
+                self._wanted["NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"] = interface.family
         self._before: dict[str, str | None] = {}
 
     def __enter__(self) -> NvshmemVariables:

@@ -19,7 +19,7 @@ from persistent_ops.runtime.bootstrap import launchers
 from persistent_ops.runtime.compile import toolchain
 from persistent_ops.runtime.errors import CompileError
 
-SECTIONS = {"Python", "GPUs", "NVSHMEM and CUDA packages", "Compilers", "Time-outs", "Launchers", "Heap", "Kernels"}
+SECTIONS = {section for section, _ in doctor._PROBES}
 
 
 def console() -> Console:

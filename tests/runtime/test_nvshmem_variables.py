@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from persistent_ops.runtime.bootstrap.route import Interface
 from persistent_ops.runtime.nvshmem_variables import NvshmemVariables
 
 SIZE, INTERFACE, NO_NVLS = "NVSHMEM_SYMMETRIC_SIZE", "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME", "NVSHMEM_DISABLE_NVLS"
@@ -25,25 +26,34 @@ def seen() -> tuple[str | None, ...]:
 
 def test_each_start_gets_its_own_heap_size() -> None:
     for heap_bytes in (64 << 20, 512 << 20):
-        with NvshmemVariables(heap_bytes, single_host=True):
+        with NvshmemVariables(heap_bytes, Interface("lo")):
             assert seen() == (str(heap_bytes + (64 << 20)), "lo", "1", "1")
         assert seen() == (None, None, None, "1")
-    with NvshmemVariables(1 << 20, single_host=False):
+    with NvshmemVariables(1 << 20, None):
         assert seen() == (str(65 << 20), None, "1", "1")
+
+
+def test_the_route_to_rank_0_gives_interface_and_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = "NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"
+    with NvshmemVariables(1 << 20, Interface("eth1", "AF_INET6")):
+        assert (os.environ[INTERFACE], os.environ[family]) == ("eth1", "AF_INET6")
+    monkeypatch.setenv(INTERFACE, "ib0")
+    with NvshmemVariables(1 << 20, Interface("eth1", "AF_INET6")):
+        assert os.environ[INTERFACE] == "ib0" and family not in os.environ
 
 
 def test_what_the_user_has_set_stands_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SIZE, "8G")
     monkeypatch.setenv(INTERFACE, "eth0")
     monkeypatch.setenv(NO_PROXY, "0")
-    with NvshmemVariables(1 << 20, single_host=True):
+    with NvshmemVariables(1 << 20, Interface("lo")):
         assert seen() == ("8G", "eth0", "0", "1")
         os.environ.pop(SIZE)
     assert seen() == ("8G", "eth0", "0", "1")
 
 
 def test_a_start_that_fails_restores_them_too() -> None:
-    with pytest.raises(RuntimeError, match="no peer"), NvshmemVariables(1 << 20, single_host=True):
+    with pytest.raises(RuntimeError, match="no peer"), NvshmemVariables(1 << 20, Interface("lo")):
         raise RuntimeError("no peer")
     assert seen() == (None, None, None, "1")
 
@@ -53,7 +63,7 @@ def test_multicast_is_off_whatever_was_asked_for(
 ) -> None:
     monkeypatch.setenv(NO_NVLS, "0")
     for _ in range(2):
-        with NvshmemVariables(1 << 20, single_host=True):
+        with NvshmemVariables(1 << 20, Interface("lo")):
             assert os.environ[NO_NVLS] == "1"
         assert os.environ[NO_NVLS] == "1"
     assert [record.getMessage() for record in caplog.records] == [
@@ -63,7 +73,7 @@ def test_multicast_is_off_whatever_was_asked_for(
 
 def test_processes_that_are_started_see_them(capfd: pytest.CaptureFixture[str]) -> None:
     """What C libraries read with getenv() follows os.environ."""
-    with NvshmemVariables(1 << 20, single_host=True):
+    with NvshmemVariables(1 << 20, Interface("lo")):
         os.system(f"echo [${SIZE}]")
     os.system(f"echo [${SIZE}]")
     assert capfd.readouterr().out == f"[{65 << 20}]\n[]\n"

@@ -111,6 +111,16 @@ def test_every_operator(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
     assert sorted(found) == [f"n{host} {local}/2 of 4: all right" for host in (1, 2) for local in (0, 1)]
 
 
+def test_doctor_compares_the_ranks(hosts: Hosts) -> None:
+    doctor = f"{sys.executable} -m persistent_ops doctor --ranks"
+    found = hosts.run(
+        f"{_SRUN} --ntasks-per-node=2 {doctor}", MASTER_ADDR="fd77::11", MASTER_PORT="29555", COLUMNS="200"
+    )
+    for line in ("n1 (ranks 0, 1); n2 (ranks 2, 3)", "all: eth0 AF_INET6", "all: none"):
+        assert line in found, found
+    assert found.count("What would help") <= 1  # one rank prints
+
+
 def test_uneven_tasks(hosts: Hosts, tmp_path: Path) -> None:
     found = hosts.reports(tmp_path, f"{_SRUN} -n3 {{pe}}", "operators")
     assert sorted(found) == [f"n{place} of 3: all right" for place in ("1 0/2", "1 1/2", "2 0/1")]
