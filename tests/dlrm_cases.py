@@ -23,15 +23,16 @@ class Log:
 
     def expected(self, numbers: list[int], num_rows: tuple[int, ...] = ROWS) -> Records:
         """Return what a source must read."""
-        rows = [ids[numbers].astype(np.int64) % table for ids, table in zip(self.ids, num_rows, strict=True)]
-        return Records(self.dense[numbers], np.concatenate(rows, axis=1), self.labels[numbers].astype(np.float32))
+        rows = [ids[numbers].astype(object) % table for ids, table in zip(self.ids, num_rows, strict=True)]
+        found = np.concatenate(rows, axis=1).astype(np.int64)  # by Python's rule
+        return Records(self.dense[numbers], found, self.labels[numbers].astype(np.float32))
 
 
 def drawn_log(num_samples: int, hotness: tuple[int, ...] = HOTNESS, seed: int = 0) -> Log:
     drawer = np.random.default_rng((seed, num_samples))
     return Log(
         drawer.normal(size=(num_samples, 13)).astype(np.float32),
-        [drawer.integers(0, 2**31, size=(num_samples, hot)).astype(np.int32) for hot in hotness],
+        [drawer.integers(-(2**31), 2**31, size=(num_samples, hot)).astype(np.int32) for hot in hotness],
         drawer.integers(0, 2, size=num_samples).astype(np.int32),
     )
 

@@ -14,7 +14,7 @@ import pytest
 from criteo_cases import criteo_line, write
 from dlrm.click_log import ClickLog
 from dlrm.criteo_text import CriteoText
-from dlrm.mlperf_numpy import NumpyDay, numpy_day, numpy_days
+from dlrm.mlperf_numpy import numpy_day, numpy_days
 from dlrm.raw import RawFile
 from dlrm.records import Joined, Records, Source, Span
 from dlrm_cases import HOTNESS, ROWS, Log, drawn_log, same_records, write_day, write_raw_bytes
@@ -72,10 +72,6 @@ def test_criteo_text_that_does_not_do(tmp_path: Path) -> None:
         CriteoText(write(path, lines), num_rows=TEXT_ROWS)
     with pytest.raises(ValueError, match="has more than 10 samples"):
         CriteoText(write(path, lines[:11]), num_rows=TEXT_ROWS, most_samples=10)
-    with pytest.raises(ValueError, match="one number for each feature, got 25 and 26"):
-        CriteoText(path, num_rows=TEXT_ROWS[1:])
-    with pytest.raises(ValueError, match="expected at most 2147483648 rows, got 2147483649"):
-        CriteoText(path, num_rows=(*TEXT_ROWS[1:], 2**31 + 1))
     with pytest.raises(FileNotFoundError):
         CriteoText(tmp_path / "absent", num_rows=TEXT_ROWS)
 
@@ -107,6 +103,7 @@ def test_one_hot_arrays(tmp_path: Path, dtype: type) -> None:
     source = numpy_day(tmp_path, 0, num_rows=ROWS)
     assert source.hotness == (1, 1, 1)
     assert same_records(read(source, NUMBERS), log.expected(NUMBERS))
+    assert all(same_records(read(source, [each]), log.expected([each])) for each in range(20))  # of one sign, too
     write_day(tmp_path, 0, drawn_log(20))  # the multi-hot file comes first where there are both
     assert numpy_day(tmp_path, 0, num_rows=ROWS).hotness == HOTNESS
 
@@ -144,52 +141,6 @@ def test_values_that_do_not_do_are_named_when_they_are_read(
         read(source, [3, 17])
 
 
-EDGES = (0, 1, 2, 1000, 1001, 2**7 - 1, 2**31 - 1, 2**31, 2**32 - 1, 2**53 + 1, 2**63 - 1, 2**63 + 7, 2**64 - 1)
-INTEGERS = [f"{order}{sign}{size}" for order in "<>" for sign in "iu" for size in (1, 2, 4, 8)]
-
-
-def edges_of(dtype: str) -> list[int]:
-    """Return ids that the dtype holds, up to its ends."""
-    bounds = np.iinfo(dtype)
-    return [each for edge in EDGES for each in (edge, -edge) if bounds.min <= each <= bounds.max]
-
-
-@pytest.mark.parametrize("num_rows", [(3, 1000, 1), (2**31, 2**31 - 1, 2**40)])
-@pytest.mark.parametrize("dtype", INTEGERS)
-@pytest.mark.parametrize("multi_hot", [True, False])
-def test_ids_of_any_dtype_are_taken_modulo_rows_by_python_s_rule(
-    tmp_path: Path, multi_hot: bool, dtype: str, num_rows: tuple[int, ...]
-) -> None:
-    ids = edges_of(dtype)
-    log = drawn_log(len(ids), (1, 1, 1))
-    log = Log(log.dense, [np.array(ids, dtype)[:, None]] * 3, log.labels)
-    write_day(tmp_path, 0, log, multi_hot=multi_hot)
-    found = read(numpy_day(tmp_path, 0, num_rows=num_rows), list(range(len(ids)))).rows
-    assert found.tolist() == [[each % rows for rows in num_rows] for each in ids]
-    assert found.dtype in (np.int32, np.int64)
-
-
-def test_negative_ids_of_raw_files(tmp_path: Path) -> None:
-    ids = [[-1, -(2**31)], [2**31 - 1, -5]]
-    log = Log(drawn_log(2).dense, [np.array(ids, np.int32)], drawn_log(2).labels)
-    source = RawFile(write_raw_bytes(tmp_path / "raw", log), num_rows=(1000,), hotness=(2,))
-    assert read(source, [0, 1]).rows.tolist() == [[each % 1000 for each in line] for line in ids]
-
-
-@pytest.mark.parametrize(("column", "name"), [(0, "label"), (1, "dense column 1"), (13, "dense column 13")])
-@pytest.mark.parametrize("value", ["1e39", "-1e39", "1e400", "-" + "9" * 60, "3.4028236e38"])
-def test_text_beyond_float32_is_named_by_its_line(tmp_path: Path, column: int, name: str, value: str) -> None:
-    lines = [criteo_line(number) for number in range(5000)]
-    fields = lines[4700].split("\t")
-    fields[column] = value
-    lines[4700] = "\t".join(fields)
-    path = write(tmp_path / "day_0", ["\t".join(["label"] + ["x"] * 39), *lines])
-    shown = value if len(value) <= 40 else value[:40] + "..."
-    message = f"{path}, line 4702: {name} is {shown!r}; expected a finite number of float32"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        CriteoText(path, num_rows=TEXT_ROWS)
-
-
 def _shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
@@ -199,23 +150,12 @@ def _compress(path: Path) -> None:
     np.savez_compressed(path, **arrays)
 
 
-def _spoil_header(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"\x93NUMPY", b"\x93DUMMY", 1))
-
-
 @pytest.mark.parametrize(
     ("name", "spoil", "message"),
     [
         ("dense.npy", _shorten, "day_0_dense.npy is no .npy array, or is cut off"),
-        ("labels.npy", _spoil_header, "day_0_labels.npy is no .npy array, or is cut off"),
         ("sparse_multi_hot.npz", _shorten, "day_0_sparse_multi_hot.npz is no .npz file, or is cut off"),
-        (
-            "sparse_multi_hot.npz",
-            _compress,
-            "npz, 0.npy: is compressed, and cannot be mapped",
-        ),
-        ("sparse_multi_hot.npz", _spoil_header, "npz, 0.npy is no .npy array, or is cut off"),
+        ("sparse_multi_hot.npz", _compress, "npz, 0.npy: is compressed, and cannot be mapped"),
         ("dense.npy", lambda path: np.save(path, np.zeros((20, 12), np.float32)), r"expected [samples, 13] of float32"),
         ("dense.npy", lambda path: np.save(path, np.zeros((20, 13))), "got [20, 13] of float64"),
         ("dense.npy", lambda path: np.save(path, np.zeros((0, 13), np.float32)), "day_0_dense.npy holds no sample"),
@@ -229,11 +169,6 @@ def _spoil_header(path: Path) -> None:
             "sparse_multi_hot.npz",
             lambda path: np.savez(path, **{str(t): np.zeros((20 + t, 1), int) for t in range(3)}),
             "array 1: expected [20, lookups] of integers",
-        ),
-        (
-            "sparse_multi_hot.npz",
-            lambda path: np.savez(path, **{str(t): np.array([[None]] * 20) for t in range(3)}),
-            "npz, 0.npy is no .npy array, or is cut off: holds Python's objects",
         ),
         (
             "sparse_multi_hot.npz",
@@ -252,54 +187,10 @@ def test_arrays_that_do_not_do_are_refused(
     assert f"day_0_{name}" in str(raised.value)
 
 
-def _regions(path: Path) -> list[int]:
-    """Return the places of a file's bytes that are no numbers of its arrays."""
-    content = path.read_bytes()
-    if path.suffix == ".npy":
-        return list(range(content.index(b"\n") + 1))
-    directory = content.index(b"PK\x01\x02")
-    headers = [at.start() for at in re.finditer(b"PK\x03\x04", content)]
-    return [*(at + byte for at in headers for byte in range(180)), *range(directory, len(content))]
-
-
-@pytest.mark.parametrize("name", ["dense.npy", "labels.npy", "sparse.npy", "sparse_multi_hot.npz"])
-def test_damaged_headers_are_refused_by_the_file_s_name(tmp_path: Path, name: str) -> None:
-    write_day(tmp_path, 0, drawn_log(20, (1, 1, 1)), multi_hot=name.endswith(".npz"))
-    path = tmp_path / f"day_0_{name}"
-    whole, places = path.read_bytes(), _regions(path)
-    drawer = np.random.default_rng(7)
-    refused = []
-    for _ in range(500):
-        damaged = bytearray(whole)
-        for place in drawer.choice(places, drawer.integers(1, 4)):
-            damaged[place] = drawer.choice([0, 32, 40, 41, 49, 0x7F, 0xFF, drawer.integers(256)])
-        path.write_bytes(damaged[: drawer.integers(len(whole))] if drawer.random() < 0.1 else damaged)
-        try:
-            read(numpy_day(tmp_path, 0, num_rows=ROWS), NUMBERS)
-        except ValueError as error:
-            refused.append(str(error))
-    assert 250 < len(refused) < 500  # a header has bytes that nobody needs
-    assert all(str(tmp_path / "day_0_") in message for message in refused)
-
-
-def test_members_of_an_archive_are_whole(tmp_path: Path) -> None:
-    write_day(tmp_path, 0, drawn_log(20, (1, 1, 1)))
-    path = tmp_path / "day_0_sparse_multi_hot.npz"
-    content = path.read_bytes()
-    header = content.index(b"'shape': (20, 1)")
-    path.write_bytes(content[:header] + b"'shape': (90, 1)" + content[header + 16 :])  # into the next member
-    with pytest.raises(ValueError, match=r"npz, 0.npy is no .npy array, or is cut off: 360 bytes should follow"):
-        numpy_day(tmp_path, 0, num_rows=ROWS)
-
-
 def test_one_hot_arrays_that_do_not_do_are_refused(tmp_path: Path) -> None:
     write_day(tmp_path, 0, drawn_log(20, (1, 1, 1)), multi_hot=False)
     with pytest.raises(ValueError, match=re.escape("day_0_sparse.npy: expected [samples, 4] of integers, got [20, 3]")):
         numpy_day(tmp_path, 0, num_rows=(*ROWS, 5))
-    with pytest.raises(FileNotFoundError, match="neither day_1_sparse_multi_hot.npz nor day_1_sparse.npy"):
-        numpy_day(tmp_path, 1, num_rows=ROWS)
-    with pytest.raises(FileNotFoundError):
-        NumpyDay(tmp_path / "none", tmp_path / "day_0_sparse.npy", tmp_path / "day_0_labels.npy", num_rows=ROWS)
 
 
 # ---- HugeCTR's raw format ------------------------------------------------------------------------------------------
@@ -380,7 +271,5 @@ def test_days_behind_one_another_and_spans_of_them(tmp_path: Path) -> None:
     for first, length in ((-1, 3), (0, 21), (12, 9), (3, 0)):
         with pytest.raises(ValueError, match="expected 1 or more of the samples 0 to 19"):
             Span(days, first, length)
-    with pytest.raises(ValueError, match="got none"):
-        Joined([])
     with pytest.raises(ValueError, match="same dense columns, tables and lookups"):
         Joined([days, ClickLog(5, num_rows=ROWS, hotness=(2, 1, 4))])

@@ -65,22 +65,6 @@ def test_line_endings_and_a_missing_last_one(tmp_path: Path, ending: str) -> Non
     check_samples(read(path), 3)
 
 
-def test_byte_order_mark_and_upper_case(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    fields = criteo_line(1).split("\t")
-    fields[14] = "ABCDEF01"
-    path.write_bytes(b"\xef\xbb\xbf" + "\t".join(fields).encode())
-    (batch,) = read(path)
-    assert batch.categorical[0].indices.tolist() == [0xABCDEF01 % ROWS[0]]
-
-
-def test_sixty_four_bit_values(tmp_path: Path) -> None:
-    fields = criteo_line(1).split("\t")
-    fields[14] = "f" * 16
-    (batch,) = read(write(tmp_path / "data", ["\t".join(fields)]))
-    assert batch.categorical[0].indices.tolist() == [(2**64 - 1) % ROWS[0]]
-
-
 def changed(column: int, value: str) -> str:
     fields = criteo_line(1).split("\t")
     fields[column] = value
@@ -96,13 +80,11 @@ def changed(column: int, value: str) -> str:
         (changed(0, ""), "the label is empty; expected a number"),
         (changed(0, "yes"), "label is 'yes'; expected a number"),
         (changed(3, "12x"), "dense column 3 is '12x'; expected a number"),
-        (changed(3, " 12"), "dense column 3 is ' 12'; expected a number"),
         (changed(3, "nan"), "dense column 3 is 'nan'; expected a number"),
+        (changed(3, "1e39"), "dense column 3 is '1e39'; expected a finite number of float32"),
         (changed(14, "xyz"), "categorical column 1 is 'xyz'; expected 1 to 16 hexadecimal digits"),
         (changed(39, "0x12"), "categorical column 26 is '0x12'; expected 1 to 16 hexadecimal digits"),
         (changed(39, "-1"), "categorical column 26 is '-1'"),
-        (changed(39, "1_0"), "categorical column 26 is '1_0'"),
-        (changed(20, "0" * 17), "categorical column 7 is '00000000000000000'"),
         (changed(20, "f" * 1000), "categorical column 7 is 'ffffffffffffffffffffffffffffffffffffffff...'"),
         ("", "the line is empty, but more lines follow"),
     ],
@@ -113,27 +95,6 @@ def test_a_malformed_line_is_an_error_that_names_it(tmp_path: Path, line: str, m
         read(path)
 
 
-def test_bytes_that_are_no_text_are_reported_like_any_other_field(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(criteo_line(0).encode() + b"\n" + changed(14, "QQ").encode().replace(b"QQ", b"\xff\xfe") + b"\n")
-    with pytest.raises(ValueError, match="line 2: categorical column 1 is"):
-        read(path)
-
-
-def test_lines_before_the_malformed_one_are_delivered(tmp_path: Path) -> None:
-    path = write(tmp_path / "data", [*[criteo_line(number) for number in range(4)], "bad"])
-    batches = criteo.read_batches(path, batch_size=4, num_rows=ROWS)
-    check_samples([next(batches)], 4)
-    with pytest.raises(ValueError, match="line 5"):
-        next(batches)
-
-
-def test_a_second_header_is_no_header(tmp_path: Path) -> None:
-    header = "\t".join(["label", *[f"I{n}" for n in range(1, 14)], *[f"C{n}" for n in range(1, 27)]])
-    with pytest.raises(ValueError, match="line 3: label is 'label'"):
-        read(write(tmp_path / "data", [header, criteo_line(0), header]))
-
-
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"\t".join([b"label"] + [b"x"] * 39) + b"\n"])
 def test_a_file_without_samples_is_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "data"
@@ -142,24 +103,9 @@ def test_a_file_without_samples_is_an_error(tmp_path: Path, content: bytes) -> N
         read(path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped"])
-def test_damaged_gzip_is_an_error_that_names_the_file(tmp_path: Path, damage: str) -> None:
+def test_damaged_gzip_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "data.gz"
-    content = bytearray(gzip.compress("".join(criteo_line(number) + "\n" for number in range(2000)).encode()))
-    if damage == "cut":
-        content = content[: len(content) // 2]
-    else:
-        content[-6] ^= 0xFF  # in the checksum
-    path.write_bytes(content)
+    content = gzip.compress("".join(criteo_line(number) + "\n" for number in range(2000)).encode())
+    path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match=re.escape(str(path)) + ", after line .*gzip"):
         read(path, 100)
-
-
-def test_reader_arguments_are_checked(tmp_path: Path) -> None:
-    path = write(tmp_path / "data", [criteo_line(0)])
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        next(criteo.read_batches(path, batch_size=0, num_rows=ROWS))
-    with pytest.raises(ValueError, match="num_rows must be 26 positive numbers"):
-        next(criteo.read_batches(path, batch_size=1, num_rows=ROWS[:25]))
-    with pytest.raises(FileNotFoundError):
-        next(criteo.read_batches(tmp_path / "absent", batch_size=1, num_rows=ROWS))
