@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dlrm.batches import Batches
-from dlrm.captured_step import EAGER_STEPS, CapturedStep, StaticBatch, StepGraph
+from dlrm.captured_step import EAGER_STEPS, CapturedStep, StepGraph
 from dlrm.dense_optimizer import DENSE_OPTIMIZERS, make_capturable, optimizer_state
 from dlrm.embedding import PlainEmbedding
 from dlrm.model import DenseModel
 from dlrm.options import Options
-from dlrm.records import Batch, Span
+from dlrm.records import Span
 from dlrm.schedule import Schedule
 from dlrm.summary import problems
 from dlrm.training import Plan, Training
@@ -87,68 +87,7 @@ def stands_in(kind: type[Again] = Again) -> Iterator[list[str]]:
         yield events
 
 
-def batch_of(step: int, samples: int, lookups: int) -> Batch:
-    """Return a batch of 3 dense columns and 2 features, all of whose numbers depend on the step."""
-    drawer = torch.Generator().manual_seed(step)
-    lengths = torch.zeros(2 * samples, dtype=torch.int64)
-    lengths.index_add_(0, torch.randint(2 * samples, (lookups,), generator=drawer), torch.ones(lookups).long())
-    return Batch(
-        torch.randn(samples, 3, generator=drawer),
-        torch.randint(100, (lookups,), generator=drawer),
-        lengths,
-        torch.rand(samples, generator=drawer),
-    )
-
-
 # ---- batches and decisions -------------------------------------------------------------------------------------------
-
-
-def test_batches_are_copied_to_one_place() -> None:
-    static = StaticBatch(batch_of(0, 4, 9), 12)
-    places = [each.data_ptr() for each in vars(static.batch).values()]
-    for step, lookups in enumerate((9, 12, 0, 5)):
-        given = batch_of(step, 4, lookups)
-        static.load(given)
-        assert [each.data_ptr() for each in vars(static.batch).values()] == places
-        assert static.batch.values.numel() == 12 and torch.equal(static.batch.values[:lookups], given.values)
-        for name in ("dense", "lengths", "labels"):
-            assert torch.equal(getattr(static.batch, name), getattr(given, name))
-    with pytest.raises(ValueError, match=r"at most 12 lookups, which the CUDA graph is captured for, got 13"):
-        static.load(batch_of(5, 4, 13))
-    with pytest.raises(ValueError, match="expected 4 samples, got 3"):
-        static.load(batch_of(5, 3, 2))
-
-
-def test_which_steps_are_replays() -> None:
-    """All whole batches except the first; no smaller batches. A graph that was given back is made again."""
-    events: list[str] = []
-    seen: list[tuple[int, torch.Tensor]] = []
-
-    def step(batch: Batch, batch_size: int) -> torch.Tensor:
-        events.append(f"step of {batch_size}")
-        seen.append((batch.dense.data_ptr(), batch.labels.clone()))
-        return batch.labels.sum()
-
-    make = functools.partial(Again, events)
-    captured = CapturedStep(step, batch_size=8, lookups_per_sample=3, make_graph=make)
-    sizes = [8, 5, *[8] * (EAGER_STEPS - 1), 8, 5, 8, 8]
-    for number, size in enumerate(sizes):
-        given = batch_of(number, size // 2, 2)  # this PE's half
-        before = captured.num_replays
-        assert captured.run(given, size) == given.labels.sum()
-        assert torch.equal(seen[-1][1], given.labels)
-        is_whole = size == 8
-        assert captured.num_replays - before == (is_whole and number > EAGER_STEPS)
-    assert len({place for (place, _), size in zip(seen, sizes, strict=True) if size == 8}) == 1
-    assert captured.num_replays == 3 and events.count("captured") == 1
-    assert events.index("captured") == EAGER_STEPS + 1
-    captured.close()
-    captured.close()
-    assert events.count("given back") == 1
-    captured.run(batch_of(99, 4, 2), 8)
-    assert events[-2:] == ["captured", "step of 8"] and captured.num_replays == 4
-    with pytest.raises(ValueError, match="at most 12 lookups, .* got 13"):
-        captured.run(batch_of(99, 4, 13), 8)
 
 
 class NoGraph:
