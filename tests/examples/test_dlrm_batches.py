@@ -71,16 +71,6 @@ def test_lookups_are_feature_major(dtype: torch.dtype) -> None:
     assert batch.num_samples == 3 and batch.to(CPU).num_samples == 3
 
 
-@pytest.mark.parametrize("given", [np.int32, np.int64])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_full_bags_are_feature_major(given: type, dtype: torch.dtype) -> None:
-    rows = np.arange(15).reshape(3, 5).astype(given)
-    batch = feature_major(Records(np.zeros((3, 2), np.float32), rows, np.zeros(3, np.float32)), (2, 2, 1), dtype)
-    assert batch.values.tolist() == [0, 1, 5, 6, 10, 11, 2, 3, 7, 8, 12, 13, 4, 9, 14]
-    assert batch.lengths.tolist() == [2, 2, 2, 2, 2, 2, 1, 1, 1]
-    assert batch.values.dtype == batch.lengths.dtype == dtype
-
-
 def test_a_batch_without_samples() -> None:
     batches = Batches(ClickLog(5, num_rows=(3, 4), hotness=(1, 2)), batch_size=2, rank=2, world_size=3)
     batch = batches.read(0, 2)
@@ -131,35 +121,6 @@ def test_what_does_not_fill_a_batch() -> None:
     assert kept.describe() == "103 samples in 11 batches of 10, the last one of 3"
     assert Batches(Numbered(100), batch_size=10).describe() == "100 samples in 10 batches of 10"
     assert Batches(Numbered(3), batch_size=10).num_batches == 1
-
-
-def test_arguments_are_checked() -> None:
-    source = Numbered(10)
-    for options, message in (
-        ({"batch_size": 0}, "must be at least 1, got 0 and 1"),
-        ({"batch_size": 1, "shuffle_block": 0}, "must be at least 1, got 1 and 0"),
-        ({"batch_size": 1, "rank": 2, "world_size": 2}, "rank must be one of 2 PEs, got 2"),
-        ({"batch_size": 1, "num_readers": 0}, "num_readers must be at least 1, got 0"),
-        ({"batch_size": 1, "index_dtype": torch.int16}, "index_dtype must be torch.int32 or torch.int64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Batches(source, **options)
-    source.num_rows = (2**31 + 1,)
-    with pytest.raises(ValueError, match="does not reach the rows of a table of 2147483649"):
-        Batches(source, batch_size=1, index_dtype=torch.int32)
-    with pytest.raises(ValueError, match="expected a batch of 0 to 9 of an epoch, got 10 of 0"):
-        Batches(Numbered(10), batch_size=1).numbers(0, 10)
-
-
-def test_the_identity_tells_batches_apart_but_not_pes() -> None:
-    def identity(source: Any = None, **options: Any) -> dict[str, Any]:
-        return Batches(source or Numbered(10), **{"batch_size": 2, **options}).identity()
-
-    assert identity(rank=1, world_size=2) == identity()
-    others = [identity(Numbered(11)), identity(batch_size=3), identity(seed=0), identity(seed=1)]
-    others += [identity(seed=1, shuffle_block=2)]
-    assert all(other != identity() for other in others)
-    assert len({str(other) for other in others}) == len(others)
 
 
 # ---- the stream ----------------------------------------------------------------------------------------------------

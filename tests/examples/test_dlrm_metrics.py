@@ -21,23 +21,6 @@ def over_pairs(scores: list[float], clicks: list[int]) -> float:
     return sum(1.0 if scores[a] > scores[b] else 0.5 if scores[a] == scores[b] else 0.0 for a, b in pairs) / len(pairs)
 
 
-@pytest.mark.parametrize(
-    ("scores", "clicks", "expected"),
-    [
-        ([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1], 0.75),
-        ([1.0, 2.0, 3.0], [0, 1, 1], 1.0),
-        ([3.0, 2.0, 1.0], [0, 1, 1], 0.0),
-        ([5.0, 5.0, 5.0, 5.0], [0, 1, 1, 0], 0.5),
-        ([1.0, 2.0, 2.0, 3.0], [0, 0, 1, 1], 0.875),
-        ([0.0, -0.0], [0, 1], 0.5),
-        ([-math.inf, 0.0, math.inf], [0, 1, 1], 1.0),
-    ],
-)
-def test_known_cases(scores: list[float], clicks: list[int], expected: float) -> None:
-    assert auroc(torch.tensor(scores), torch.tensor(clicks)) == expected == over_pairs(scores, clicks)
-    assert auroc(torch.tensor(scores), torch.tensor(clicks, dtype=torch.float32)) == expected
-
-
 @pytest.mark.parametrize("num_values", [3, 20, 10**6])
 def test_any_scores(num_values: int) -> None:
     generator = torch.Generator().manual_seed(num_values)
@@ -66,10 +49,6 @@ def test_what_has_no_auc() -> None:
     assert math.isnan(auroc(torch.zeros(0), torch.zeros(0)))
     with pytest.raises(ValueError, match="sample 1 has NaN"):
         auroc(torch.tensor([1.0, math.nan]), torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match="expected 0 or 1"):
-        auroc(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.5]))
-    with pytest.raises(ValueError, match=r"expected \[n\] both"):
-        auroc(torch.tensor([1.0, 2.0]), torch.tensor([1.0]))
 
 
 # ---- several PEs ---------------------------------------------------------------------------------------------------
@@ -94,8 +73,3 @@ def gather_parts(num_samples: int, ends: list[int]) -> tuple[bool, float]:
 def test_predictions_of_all_pes(ends: list[int]) -> None:
     expected = auroc(*predictions(100))
     assert in_processes(gather_parts, len(ends), 100, ends, timeout=120) == [(True, expected)] * len(ends)
-
-
-def test_one_process_has_them_all() -> None:
-    scores, labels = predictions(9)
-    assert all_predictions(scores, labels)[0] is scores

@@ -85,16 +85,8 @@ def test_mlperf_s_model() -> None:
     model = DenseModel(Sizes())
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
     mlp_shapes = [shape for name, shape in shapes.items() if name.endswith("weight")]
-    assert mlp_shapes == [
-        (512, 13),
-        (256, 512),
-        (128, 256),
-        (1024, 3456),
-        (1024, 1024),
-        (512, 1024),
-        (256, 512),
-        (1, 256),
-    ]
+    assert mlp_shapes[:3] == [(512, 13), (256, 512), (128, 256)]
+    assert mlp_shapes[3:] == [(1024, 3456), (1024, 1024), (512, 1024), (256, 512), (1, 256)]
     assert [shapes[f"cross.{name}.2"] for name in ("v", "w", "bias")] == [(512, 3456), (3456, 512), (3456,)]
     assert 15.9e6 < sum(each.numel() for each in model.parameters()) < 16.5e6
     dot = DenseModel(Sizes(interaction="dot"))
@@ -128,21 +120,6 @@ def test_first_weights_depend_on_the_seed_alone() -> None:
     one = state(5)
     assert all(torch.equal(a, b) for a, b in zip(one, state(5, 1), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(one, state(6), strict=True))
-
-
-def test_sizes_are_checked() -> None:
-    for changes, message in (
-        ({"interaction": "sum"}, "interaction: expected one of dcn, dot, got 'sum'"),
-        ({"dims": ()}, "dims: expected positive widths"),
-        ({"bottom": (7, 0)}, "bottom: expected positive widths"),
-        ({"top": (5, 2)}, "top: the last width is that of the logit"),
-        ({"cross_rank": 0}, "cross_rank must be at least 1"),
-        ({"num_dense": 0}, "num_dense must be at least 1"),
-        ({"interaction": "dot", "dims": (4, 4, 5)}, r"the bottom MLP's last layer, 4, got \[4, 5\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            small(**changes)
-    assert DenseModel(small(top=(1,)))(torch.zeros(3, 5), torch.zeros(3, 12)).shape == (3,)
 
 
 # ---- the plain embedding module ------------------------------------------------------------------------------------
