@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import persistent_ops as po
-from persistent_ops.runtime import timeouts
 
 _LAUNCH = Path(__file__).parents[2] / "launch"
 
@@ -23,22 +21,12 @@ _LAUNCH = Path(__file__).parents[2] / "launch"
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf, 1e9 + 1, 18446744074.0, 1e30])
 @pytest.mark.parametrize("name", ["timeout", "operator_timeout"])
 def test_time_outs_that_kernels_do_not_count(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> None:
-    find = timeouts.for_joining if name == "timeout" else timeouts.for_operators
     with pytest.raises(ValueError, match=rf"^{name}: expected seconds above 0, 1000000000 \(30 years\) at most, got"):
-        find(seconds)
+        po.init("host", **{name: seconds})
     variable = f"PERSISTENT_OPS_{name.upper()}"
     monkeypatch.setenv(variable, str(seconds))
     with pytest.raises(ValueError, match=f"^{variable}: expected seconds above 0"):
-        find(None)
-    with pytest.raises(ValueError, match=f"^{name}: expected seconds above 0"):
-        po.init("host", **{name: seconds})
-
-
-@pytest.mark.parametrize("seconds", [True, "5"])
-@pytest.mark.parametrize("find", [timeouts.for_joining, timeouts.for_operators])
-def test_what_is_no_number_of_seconds(find: Callable[[Any], float], seconds: Any) -> None:
-    with pytest.raises(TypeError, match=f"timeout: expected seconds, got {seconds!r}"):
-        find(seconds)
+        po.init("host")
 
 
 def _late(seconds: float) -> str:
