@@ -51,14 +51,6 @@ def test_timelines_and_what_they_cost(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "longest waits" in printed and "aligned to" in printed and "us where its kernels trace" in printed
 
 
-def test_what_a_tuning_cannot_be_is_told_and_the_others_go_on(tmp_path: Path) -> None:
-    sizes = ("--sizes", "16K", "--calls", "2", "--rounds", "2")
-    assert run("--tune", "threads=100:64", *sizes, "--out", str(tmp_path)) == 0
-    lines = read_lines(tmp_path / "all_reduce_tuning.jsonl")
-    problems = {line["tuning"]["threads"]: line["problem"] for line in lines if line["kind"] == "tune"}
-    assert problems[64] is None and problems[None] is None and "multiple of 32" in problems[100]
-
-
 @pytest.mark.parametrize(
     ("is_idle", "told"),
     [

@@ -150,15 +150,6 @@ def test_a_record_that_cannot_be_written_gives_exit_code_2(
     assert re.match(rf"error: --out: expected a \w+ that can be written, got '{tmp_path}/file.*\n\Z", told)
 
 
-def test_variables_of_a_launcher_that_are_wrong_give_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PERSISTENT_OPS_RANK", "x")
-    monkeypatch.setenv("PERSISTENT_OPS_WORLD_SIZE", "2")
-    assert run("--backend", "host", "--out", str(tmp_path)) == 2
-    assert capsys.readouterr().err.startswith("error: PERSISTENT_OPS_RANK='x' is not a whole number")
-
-
 def test_a_grid_is_swept_as_a_product_or_a_star() -> None:
     tuning: Any = importlib.import_module("harness.tuning")
     grid = tuning.parse_grid("threads=256:192,local_delay=0:0.5,work_groups=none:3", Tuning)

@@ -337,10 +337,7 @@ _WRONG = {
         "--limit -1": "--limit: expected seconds above 0 and below infinity, got -1",
         "--limit nan": "--limit: expected seconds above 0 and below infinity, got nan",
     },
-    "embedding_backward": {
-        "--optimizers adam": "there is no adam",
-        "--pes 7": "which 7 does not divide",
-    },
+    "embedding_backward": {"--optimizers adam": "there is no adam", "--pes 7": "which 7 does not divide"},
     "dlrm_embedding": {
         "--cases adagrad": "--cases: there is no adagrad",
         "--max-rows 0": "--max-rows, --batch, --calls: expected numbers of at least 1",

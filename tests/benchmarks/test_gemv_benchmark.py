@@ -89,11 +89,7 @@ def _spoil(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[torch.Tensor, di
     ("shape", "is_wrong", "complaint"),
     [
         ("8192x1024", lambda x, options: True, "from the fp64 result as rounding explains"),
-        (
-            "8192x1024",
-            lambda x, options: options["algorithm"] == "two_shot",
-            "two_shot, copy 0: other bits than fused",
-        ),
+        ("8192x1024", lambda x, options: options["algorithm"] == "two_shot", "two_shot, copy 0: other bits than fused"),
         (
             "8192x1024",
             lambda x, options: options["prefetch_weight"],
