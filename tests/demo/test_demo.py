@@ -182,21 +182,15 @@ def quiet() -> Console:
     return Console(width=100, record=True, file=open("/dev/null", "w"))
 
 
-def test_synthetic_run_on_the_host_agrees_with_the_reference() -> None:
-    console = quiet()
-    options = DemoOptions(steps=2, batch=37, dim=24, pes=3, backend="host", max_rows=500)
+def test_synthetic_run_on_the_host_agrees_with_the_reference(tmp_path: Path) -> None:
+    console, path = quiet(), tmp_path / "timeline.json"
+    options = DemoOptions(steps=2, batch=37, dim=24, pes=3, backend="host", max_rows=500, trace=str(path))
     assert run.run_demo(options, console=console) == 0
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"]
+    assert names.count("embedding_all_to_all") >= 3 * 3
     text = console.export_text()
     assert "correct" in text
     assert "3 x CPU process" in text
-
-
-def test_a_timeline_of_the_whole_run(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    options = DemoOptions(steps=2, batch=16, dim=8, pes=2, backend="host", max_rows=50, trace=str(path))
-    assert run.run_demo(options, console=quiet()) == 0
-    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"]
-    assert names.count("embedding_all_to_all") >= 2 * 3
 
 
 def test_run_on_a_file_with_a_short_last_batch(tmp_path: Path) -> None:

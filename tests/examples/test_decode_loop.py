@@ -136,14 +136,6 @@ def run(options: Options, world: int, backend: str) -> dict[str, Any]:
     return reports[0]
 
 
-def test_a_timeline_of_the_whole_run(backend: str, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    report = run(dataclasses.replace(QUICK, tokens=2, trace=str(path)), 2, backend)
-    assert decode_report.passed(report)
-    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"}
-    assert {"gemv_all_reduce", "all_reduce"} & names
-
-
 @pytest.mark.parametrize(
     ("world", "options"),
     [
@@ -182,8 +174,11 @@ def test_16_bits_stay_within_the_tolerance(backend: str) -> None:
     assert report["prefill"] | {"seconds": 0} == {"rows": 3, "path": "fused", "seconds": 0}
 
 
-def test_few_layers_and_no_reference(backend: str) -> None:
-    report = run(dataclasses.replace(QUICK, layers=1, tokens=2, reference=False), 2, backend)
+def test_few_layers_a_timeline_and_no_reference(backend: str, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    report = run(dataclasses.replace(QUICK, layers=1, tokens=2, reference=False, trace=str(path)), 2, backend)
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"}
+    assert {"gemv_all_reduce", "all_reduce"} & names
     assert report["layers"] == 1 and report["reference"] is None
     shallow = dataclasses.replace(TINY, num_layers=1)
     expected = plain_tokens(shallow, dataclasses.replace(QUICK, tokens=2), drawn_weights(shallow))

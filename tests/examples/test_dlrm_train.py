@@ -380,23 +380,6 @@ def test_prints_records_and_draws(capfd: pytest.CaptureFixture[str], tmp_path: P
     assert (output / "latest").read_text().startswith("step-3.")
 
 
-@pytest.mark.host
-def test_without_a_checkpoint_there_is_nothing_to_resume(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert dlrm_train.main(["--backend", "host", "--pes", "1", "--output", str(tmp_path), "--resume"]) == 2
-    assert f"there is no checkpoint in {tmp_path}" in capsys.readouterr().err
-    (tmp_path / "latest").mkdir()
-    assert dlrm_train.main(["--backend", "host", "--pes", "1", "--output", str(tmp_path), "--resume"]) == 2
-    assert f"{tmp_path / 'latest'} cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.host
-def test_a_heap_that_is_too_small_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command = ["--backend", "host", "--pes", "1", "--output", str(tmp_path), "--heap-gib", "0.0001"]
-    assert dlrm_train.main(command) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and "Traceback" not in told
-
-
 def _without_room(folder: str) -> list[Any]:
     seen = []
     for changes in ({}, {"optimizer": "rowwise_adagrad"}, {"optimizer": "sgd", "compare_steps": 5}):

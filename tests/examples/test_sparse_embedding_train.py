@@ -272,13 +272,6 @@ def test_losses_are_those_of_one_process(backend: str, world: int, text: Path, t
     assert report["seconds"] > 0 and report["timed_steps"] == 20
 
 
-def test_a_timeline_of_the_whole_run(backend: str, text: Path, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    run(options_of(text, tmp_path, steps=3, trace=str(path)), 2, backend)
-    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"}
-    assert "sparse_all_reduce" in names
-
-
 def test_a_resumed_training_goes_on_as_if_it_had_not_ended(backend: str, text: Path, tmp_path: Path) -> None:
     whole = run(options_of(text, tmp_path / "whole", steps=13), 2, backend)
     parts = tmp_path / "parts"
@@ -295,8 +288,11 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_ended(backend: str, text: P
     assert alone["losses"] == pytest.approx(whole["losses"], rel=2e-5) and alone["losses"][:7] == whole["losses"][:7]
 
 
-def test_passes_are_timed_and_change_nothing(backend: str, text: Path, tmp_path: Path) -> None:
-    report = run(options_of(text, tmp_path, steps=3, overlap_steps=2), 2, backend)
+def test_timed_passes_and_a_timeline_change_nothing(backend: str, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    report = run(options_of(text, tmp_path, steps=3, overlap_steps=2, trace=str(path)), 2, backend)
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "launch"}
+    assert "sparse_all_reduce" in names
     assert set(report["passes"]) == {"hook", "after", "none"}
     assert all(0 < seconds < 60 for seconds in report["passes"].values())
     assert report["same_bits"]
