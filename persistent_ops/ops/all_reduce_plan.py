@@ -101,7 +101,7 @@ OPERATOR = Operator(
         Field("width", argument="the number of elements of x (of a row in all_reduce_rms_norm)"),
         Field.dtype("dtype", list(SCALARS), "the dtype of x"),
         Field.choice("algorithm", ALGORITHMS),
-        Field.flags("epilogue", ("bias", "residual", "norm")),
+        Field.flags("epilogue (bias, residual, norm)", ("bias", "residual", "norm")),
         *map(Field.internal, ("work_groups", "threads", "warp_blocks", "first_element", "blocks_of_launch")),
     ),
     call="forward_pass",

@@ -173,8 +173,10 @@ class Failures:
         if reason == "lost" and other_call is not None:  # which the other PE has found first
             return self._describe_other_call(other_call, remedy)
         if reason == "lost":
-            what = "was interrupted" if error.peer == error.index else f"found that {blamed} has ended"
-            return PeerLostError(f"PE {error.index} {what}, {left}. {remedy}")
+            if error.peer == error.index:
+                return PeerLostError(f"PE {error.index} was interrupted, {left}. {remedy}")
+            advice = f"Look at the output of PE {error.peer}, and start the job again."
+            return PeerLostError(f"PE {error.index} found that {blamed} has ended, {left}. {advice}")
         gave_up = f"PE {error.index} gave up on epoch {error.seen >> self._epoch_shift} because of {blamed}, {left}"
         if error.peer != me or not self.is_asynchronous:
             return PeerTimeoutError(f"{gave_up}. {remedy}")
