@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -234,54 +233,6 @@ def test_a_failed_init_leaves_no_thread(size: int, launcher: str, kinds: list[st
     environ = environment(0, 2, f"lifecycle-{os.getpid()}") if launcher == "srun of two" else {}
     for status, out, err in run_pes(FAILS, size, str(tmp_path), *kinds, more=environ):
         assert (status, out.splitlines()) == (0, [f"{kind}: nothing is left" for kind in kinds]), out + err
-
-
-SILENT = """
-import re, threading, time
-import persistent_ops as po
-texts = []
-for _ in range(6):
-    try:
-        po.init("host", timeout=0.5)
-    except po.BootstrapError as error:
-        texts.append(str(error))
-hanging = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-assert len(hanging) <= 4, hanging
-assert "does not speak the protocol" in texts[0], texts
-assert "4 earlier call(s)" in texts[-1] and "MASTER_PORT" in texts[-1], texts
-print("ready", flush=True)
-input()
-deadline = time.monotonic() + 20
-while threading.active_count() > 1 and time.monotonic() < deadline:
-    time.sleep(0.05)
-assert threading.active_count() == 1, threading.enumerate()
-try:
-    po.init("host", timeout=0.5)
-except po.BootstrapError as error:
-    assert "nobody listens" in str(error), error
-print("over", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_threads_that_a_silent_store_holds_are_few_and_end_with_it() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        store = f"127.0.0.1:{listener.getsockname()[1]}"
-        own = {"PERSISTENT_OPS_RANK": "1", "PERSISTENT_OPS_WORLD_SIZE": "2", "PERSISTENT_OPS_STORE": store}
-        program = Popen(
-            [sys.executable, "-c", SILENT],
-            env=environment() | own,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert program.stdout is not None
-        ready = program.stdout.readline()
-    out, err = program.communicate("the listener is closed\n", timeout=60)
-    assert (ready, out, program.returncode) == ("ready\n", "over\n", 0), err
 
 
 def test_a_call_without_a_timeout_is_bounded_and_not_begun_twice() -> None:

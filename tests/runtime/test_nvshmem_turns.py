@@ -189,15 +189,6 @@ def test_a_process_of_another_container_has_no_number_here(tmp_path: Path, monke
         assert "a process of another container" in str(raised.value)
 
 
-def test_a_number_that_was_given_out_again_is_not_named(tmp_path: Path) -> None:
-    with _start_alone(60.0):
-        (line,) = (tmp_path / _LOCK).read_text().splitlines()
-        pid, number, started, *rest = line.split()
-        (tmp_path / _LOCK).write_text(" ".join([pid, number, str(int(started) - 1), *rest]) + "\n")
-        with pytest.raises(BootstrapError, match="another process, which this one cannot see"), _start_alone(0.0):
-            pytest.fail("it has started beside another job")
-
-
 @pytest.mark.parametrize("turn", [_start_alone, turn_to_end])
 def test_without_the_file_there_are_no_turns(turn: Turn, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / _LOCK).mkdir()

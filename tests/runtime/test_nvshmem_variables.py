@@ -69,11 +69,3 @@ def test_multicast_is_off_whatever_was_asked_for(
     assert [record.getMessage() for record in caplog.records] == [
         "persistent_ops: NVSHMEM_DISABLE_NVLS=0 becomes 1: NVLink multicast is never used"
     ]
-
-
-def test_processes_that_are_started_see_them(capfd: pytest.CaptureFixture[str]) -> None:
-    """What C libraries read with getenv() follows os.environ."""
-    with NvshmemVariables(1 << 20, Interface("lo")):
-        os.system(f"echo [${SIZE}]")
-    os.system(f"echo [${SIZE}]")
-    assert capfd.readouterr().out == f"[{65 << 20}]\n[]\n"

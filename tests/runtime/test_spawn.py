@@ -178,21 +178,6 @@ def test_launch_ends_processes_that_bring_no_result(how: str, text: str) -> None
     assert children() <= before | helpers()
 
 
-class NamelessError(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-def raises_nameless() -> None:
-    raise NamelessError
-
-
-@pytest.mark.parametrize("threads", [True, False])
-def test_an_error_without_a_text_is_raised(threads: bool) -> None:
-    with pytest.raises(NamelessError):
-        spawn.launch(raises_nameless, 2, threads=threads, timeout=60)
-
-
 def returns_a_generator() -> Any:
     return (number for number in range(3))
 
@@ -274,31 +259,6 @@ def test_ctrl_c_while_processes_start_leaves_none(monkeypatch: pytest.MonkeyPatc
         spawn.launch(time.sleep, 2, 1000)
     assert len(seen) == 1, "the first one's start came to its end, and no other one began"
     assert multiprocessing.active_children() == before
-
-
-def test_threads_for_which_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The PEs that have started learn of it."""
-    start = threading.Thread.start
-    ends: list[str] = []
-
-    def limited(thread: threading.Thread) -> None:
-        if thread.name == "PE 2":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    def meet() -> None:
-        board = thread_bootstrap()
-        assert board is not None
-        try:
-            board.exchange("all", b"")
-        except Exception as error:
-            ends.append(str(error))
-
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    with pytest.raises(PersistentOpsError, match="PE 2 of 3: the system has no room for its thread"):
-        spawn.launch(meet, 3, threads=True, timeout=100.0)
-    wait_for(lambda: len(ends) == 2, 30.0)
-    assert all("launch() has ended without it" in text for text in ends)
 
 
 def test_launch_with_threads() -> None:

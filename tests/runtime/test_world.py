@@ -267,30 +267,3 @@ def test_worlds_that_are_gone_leave_nothing_behind(options: dict[str, Any]) -> N
     for _ in range(5):
         world_after_world()
     assert _settled() == before, "open files, threads, mapped heaps"
-
-
-@pytest.mark.host
-def test_a_thread_that_has_called_operators_keeps_no_world() -> None:
-    """For example a thread of a pool, which continues."""
-    gc.collect()  # what earlier tests have left
-    mapped, is_over = [_mapped_heaps()], threading.Event()
-    threads = []
-    for _ in range(3):
-        po.init("host", heap_size=16 << 20)
-        has_called = threading.Event()
-
-        def call(has_called: threading.Event = has_called) -> None:
-            po.barrier()
-            has_called.set()
-            is_over.wait(100.0)
-
-        threads.append(threading.Thread(target=call))
-        threads[-1].start()
-        assert has_called.wait(60.0)
-        po.finalize()
-        gc.collect()
-        mapped.append(_mapped_heaps())
-    is_over.set()
-    for thread in threads:
-        thread.join()
-    assert mapped == mapped[:1] * 4

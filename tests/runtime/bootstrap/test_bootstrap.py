@@ -6,7 +6,6 @@ torch takes far longer than a test.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import multiprocessing
 import os
@@ -18,16 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pe_processes import LOOPBACK, SLACK, clean_environment, host_address, listening, wait_for
 from warm_python import Popen
 
-from persistent_ops.runtime import file_lock, spawn
-from persistent_ops.runtime.bootstrap import connection as bootstrap, mailbox, rendezvous
+from persistent_ops.runtime import spawn
 from persistent_ops.runtime.bootstrap.connection import Bootstrap, connect, from_threads
 from persistent_ops.runtime.bootstrap.launchers import LaunchEnvironment, detect
 from persistent_ops.runtime.bootstrap.mailbox import ThreadMailbox, ThreadTable
@@ -268,23 +264,6 @@ print("up", flush=True); sys.stdin.read()
         server.kill()
 
 
-def test_silent_and_garbage_clients_do_not_disturb(pool: list[Worker]) -> None:
-    job = next(JOB_NUMBERS)
-    pool[0].tell("connect", environ=srun(0, 2, job), timeout=15)
-    port = wait_for(lambda: listening(pool[0].process.pid))[0][1]
-    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-    try:
-        strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
-        strangers[2].sendall(bytes(range(256)) * 64)
-        pool[1].tell("connect", environ=srun(1, 2, job), timeout=15)
-        assert [worker.answer()["value"][:2] for worker in pool[:2]] == [[0, 2], [1, 2]]
-        assert [answer["value"] for answer in all_do(pool[:2], "exchange")] == [["0", "1"]] * 2
-    finally:
-        for stranger in strangers:
-            stranger.close()
-    all_do(pool[:2], "close")
-
-
 @pytest.mark.parametrize("listens", [True, False], ids=["silent", "nobody"])
 def test_address_without_a_store(pool: list[Worker], listens: bool) -> None:
     with socket.socket() as listener:
@@ -487,67 +466,6 @@ def test_a_rank_that_is_held_up_itself_does_not_miss_who_came_in_time() -> None:
     assert slow.exchange("t", b"0", timeout=0.5) == [b"0", b"1"]
     for pe in (slow, other):
         pe.close()
-
-
-def test_a_rank_that_is_held_up_itself_gives_up_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "_MEET_BEHIND_FAILURE_S", 0.5)
-    table = ThreadTable()
-
-    def other_fails() -> None:
-        table.counters["failed"] += 1
-
-    slow = Bootstrap(HeldUpBoard(table, "failed", other_fails), 0, 2, "slurm", 5.0)
-    assert slow.fail_and_meet("the disk is full")
-    slow.close()
-
-
-def test_an_answer_that_has_come_while_its_process_was_held_up_is_taken() -> None:
-    worker = mailbox.Worker()
-    assert worker.call(lambda: time.sleep(0.2), 0.01) is None
-    hanging = threading.Event()
-    with pytest.raises(TimeoutError):
-        worker.call(hanging.wait, 0.01)
-    hanging.set()
-    worker.close()
-
-
-def test_a_lock_that_is_free_when_time_is_over_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with open(tmp_path / "lock", "w") as mine, open(tmp_path / "lock") as theirs:
-        assert file_lock.lock_within(0.0, theirs.fileno())
-        flock = fcntl.flock
-
-        def flock_held_up(descriptor: int, operation: int) -> None:
-            monkeypatch.setattr(fcntl, "flock", flock)
-            try:
-                flock(descriptor, operation)
-            finally:
-                flock(theirs.fileno(), fcntl.LOCK_UN)
-                time.sleep(0.6)
-
-        monkeypatch.setattr(fcntl, "flock", flock_held_up)
-        assert file_lock.lock_within(0.5, mine.fileno())
-        assert not file_lock.lock_within(0.0, theirs.fileno())
-
-
-def test_rank_zero_that_is_there_when_time_is_over_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = f"\0persistent_ops/test/{os.getpid()}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    clock = iter([0.0])
-    stops: list[Callable[[], None]] = []
-
-    def monotonic() -> float:
-        """The first time it is early; then time is over, and rank 0 has come."""
-        now = next(clock, 100.0)
-        if now and not stops:
-            listener.bind(name)
-            stops.append(rendezvous._hand_out(listener, "127.0.0.1|1|token"))
-        return now
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rendezvous, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
-        found = rendezvous._ask_locally(name, 1.0)
-    stops[0]()
-    assert found == "127.0.0.1|1|token"
 
 
 def test_world_of_one_needs_nobody() -> None:
