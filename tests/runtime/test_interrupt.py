@@ -250,26 +250,6 @@ def test_other_threads_call_directly() -> None:
     assert names == ["T"]
 
 
-# The calls of a world that is closed at the interpreter's exit.
-AT_EXIT = """
-import atexit
-from persistent_ops.runtime.interruptible import Interruptible
-calls = Interruptible()
-{before}
-atexit.register(lambda: print(calls.call(lambda: "called", patience=1.0)))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("before", ["", "calls.call(lambda: None)"])
-def test_calls_at_exit(before: str) -> None:
-    command = [sys.executable, "-c", AT_EXIT.format(before=before)]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": python_path()}
-    )
-    assert (ended.stdout, ended.stderr, ended.returncode) == ("called\n", "", 0)
-
-
 def test_a_call_for_which_there_is_no_thread_is_made_once() -> None:
     """The pool has queued the task when it finds that there is no thread."""
     waits, calls = Interruptible(), list[int]()
@@ -278,46 +258,3 @@ def test_a_call_for_which_there_is_no_thread_is_made_once() -> None:
     waits.call(lambda: calls.append(2))
     waits.close()
     assert calls == [1, 2]
-
-
-# A handler runs while a launch of the same thread holds the workspace.
-HANDLER = """
-import signal, torch
-import persistent_ops as po
-from persistent_ops.runtime import world as po_world
-po.init("host")
-x = torch.ones(8)
-po.all_reduce(x)
-workspace, told, armed = po_world.current().workspace, [], [True]
-def handler(*_):
-    try:
-        po.all_reduce(torch.zeros(8))
-    except RuntimeError as error:
-        told.append(str(error))
-signal.signal(signal.SIGUSR1, handler)
-class Failure:
-    def __get__(self, instance, owner):
-        if armed and instance.lock.locked():
-            armed.clear()
-            signal.raise_signal(signal.SIGUSR1)
-        return None
-type(workspace)._failure = Failure()
-del workspace.__dict__["_failure"]
-result = po.all_reduce(x)
-del type(workspace)._failure
-workspace._failure = None
-print(len(told), "called during a launch" in told[0], torch.equal(result, x), torch.equal(po.all_reduce(x), x))
-po.finalize()
-"""
-
-
-def test_an_operator_within_another_ones_launch_is_refused() -> None:
-    """By a signal handler. Otherwise it would wait for the launch that it has interrupted."""
-    environ = {**os.environ, "PYTHONPATH": python_path()}
-    command = [sys.executable, "-c", HANDLER]
-    process = Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert output.split()[-4:] == ["1", "True", "True", "True"], output
