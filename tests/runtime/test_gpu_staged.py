@@ -7,7 +7,6 @@ puts use its proxy thread as they would to another host.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import json
 import os
@@ -103,31 +102,6 @@ def _library_path(folder: Path) -> str:
         reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
         pytest.skip(f"needs UCX, from the system or by `pip install libucx-cu13`: {reason}")
     return path
-
-
-class _Info(ctypes.Structure):
-    _fields_ = (("va", ctypes.c_uint64), ("rest", ctypes.c_uint64 * 8))
-
-
-def test_the_stand_in_maps_a_buffer_to_itself(tmp_path: Path) -> None:
-    library = ctypes.CDLL(str(_build_stand_in(tmp_path)))
-    library.gdr_open.restype = ctypes.c_void_p
-    gdr = ctypes.c_void_p(library.gdr_open())
-    assert gdr.value
-    buffer = ctypes.create_string_buffer(b"before", 64)
-    handle, mapping, info = ctypes.c_ulong(), ctypes.c_void_p(), _Info()
-    address = ctypes.addressof(buffer)
-    assert library.gdr_pin_buffer(gdr, ctypes.c_ulong(address), ctypes.c_size_t(64), 0, 0, ctypes.byref(handle)) == 0
-    assert library.gdr_map(gdr, handle, ctypes.byref(mapping), ctypes.c_size_t(64)) == 0
-    assert library.gdr_get_info(gdr, handle, ctypes.byref(info)) == 0
-    assert mapping.value == address == info.va
-    assert library.gdr_copy_to_mapping(handle, mapping, b"after!", ctypes.c_size_t(6)) == 0
-    assert buffer.value == b"after!"
-    copy = ctypes.create_string_buffer(6)
-    assert library.gdr_copy_from_mapping(handle, copy, mapping, ctypes.c_size_t(6)) == 0
-    assert copy.raw == b"after!"
-    assert library.gdr_unmap(gdr, handle, mapping, ctypes.c_size_t(64)) == 0
-    assert library.gdr_unpin_buffer(gdr, handle) == 0 and library.gdr_close(gdr) == 0
 
 
 @pytest.mark.apart

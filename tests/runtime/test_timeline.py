@@ -300,23 +300,6 @@ def test_events_and_figure(tmp_path: Path) -> None:
         timeline.draw(tmp_path / "none.png", "product")
 
 
-@pytest.mark.parametrize(("num_wgs", "ticks"), [(1, [0.0]), (2, [0.0, 1.0])])
-def test_a_figure_has_one_tick_per_cta(
-    num_wgs: int, ticks: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from matplotlib import pyplot
-
-    timeline, closed = _made(), []
-    timeline.pes = [pe._replace(launches=pe.launches[:num_wgs]) for pe in timeline.pes]
-    monkeypatch.setattr(pyplot, "close", closed.append)
-    timeline.draw(tmp_path / "timeline.png")
-    monkeypatch.undo()
-    for axes in closed[0].axes:
-        low, high = axes.get_ylim()
-        assert [tick for tick in axes.get_yticks() if low <= tick <= high] == ticks
-    pyplot.close(closed[0])
-
-
 def test_a_launch_that_there_is_not_is_not_drawn(tmp_path: Path) -> None:
     timeline = _made()
     launches = timeline.pes[0].launches

@@ -31,22 +31,6 @@ def _leaves_to_torch(call: ast.Call) -> list[str]:
     return sorted(needed - given)
 
 
-@pytest.mark.parametrize(
-    ("code", "left"),
-    [
-        ("torch.empty(3)", ["device", "dtype"]),
-        ("torch.zeros(3, device=device)", ["dtype"]),
-        ("torch.tensor(values, dtype=torch.int64)", ["device"]),
-        ("torch.arange(3)", ["device"]),
-        ("torch.full((1,), 2.0, dtype=torch.float32, device=device)", []),
-        ("x.new_zeros(3)", []),
-    ],
-)
-def test_what_is_left_to_torch_is_seen(code: str, left: list[str]) -> None:
-    (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
-    assert _leaves_to_torch(call) == left
-
-
 def test_the_package_leaves_nothing_to_torch() -> None:
     calls = {
         f"{path.relative_to(_PACKAGE)}:{node.lineno}": _leaves_to_torch(node)

@@ -252,22 +252,6 @@ def test_warnings_stop_the_tests_but_no_user(workshop: Workshop, monkeypatch: py
         workshop.build()
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (KernelSource("/etc/passwd"), "entry must be a path below"),
-        (KernelSource("kernels/../../x.cuh"), "entry must be a path below"),
-        (KernelSource(""), "entry must be a path below"),
-        (KernelSource("kernels/scale.cuh", (("A B", "1"),)), "no name of a macro"),
-        (KernelSource("kernels/scale.cuh", (("A", "1"), ("A", "2"))), "given twice"),
-        (KernelSource("kernels/scale.cuh", (("A", "1\n2"),)), "must be one line"),
-    ],
-)
-def test_malformed_source_is_refused(workshop: Workshop, source: KernelSource, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        compile_host(KernelSource(source.entry, source.defines, workshop.root))
-
-
 def test_malformed_options_are_refused(workshop: Workshop) -> None:
     with pytest.raises(ValueError, match="arch must be an architecture"):
         compile_cuda(workshop.source, arch="90")
