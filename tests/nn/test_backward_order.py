@@ -15,7 +15,6 @@ from worlds import error_of, in_world, init_with_impatient_kernels, run_pes
 import persistent_ops as po
 from persistent_ops.ops.embedding.backward_plan import BackwardPlan
 from persistent_ops.runtime.call_numbers import CallNumbers
-from persistent_ops.runtime.world import current
 
 ROWS, WIDTH, SAMPLES = 12, 4, 2  # of each table; of each PE
 
@@ -297,31 +296,3 @@ def test_what_is_captured_is_counted_apart() -> None:
     assert len({*eager, *captured}) == 5
     assert [calls.show(number) for number in eager] == ["1", "2", "3"]
     assert calls.show(captured[-1]) == "2 of those captured in CUDA graphs (tables a)"
-
-
-def test_callers_and_what_pes_agree_on() -> None:
-    one, other = CallNumbers(bool), CallNumbers(bool)
-    for calls in (one, other):
-        calls.add_caller(calls.last_caller + 1, "replicated tables")
-    for _ in range(3):
-        one.count()
-    told = [one.counts, other.counts]
-    for calls in (one, other):
-        calls.agree(told)
-        calls.count()
-    assert one.last == other.last == 4
-    numbers = {CallNumbers.of_caller(caller, behind) for caller in range(3) for behind in range(3)}
-    assert len(numbers) == 9
-    assert other.show(CallNumbers.of_caller(1, 0)) == "last (replicated tables)"
-    assert other.show(CallNumbers.of_caller(1, 2)) == "last but 2 (replicated tables)"
-    assert other.show(0) == "none"
-
-
-def _word_of_the_call() -> list[bool]:
-    constants = po.ops.all_reduce_plan.OPERATOR.description.constants
-    return [constants["kCallWord"] == constants["kContractWords"] - 1, current().size == 1]
-
-
-def test_the_number_is_the_contract_s_last_word() -> None:
-    """`Contract` and the workspace's messages find it there."""
-    assert in_world(_word_of_the_call, 1, "host") == [[True, True]]
