@@ -301,35 +301,6 @@ def test_row_parallel_rounds_no_product_for_autocast(backend: str, world: int) -
     assert in_processes(autocast_program, world, backend, timeout=120) == [[]] * world
 
 
-@torch.no_grad()
-def double_program(backend: str) -> list[str]:
-    """Sums of float64 have dtype float64, unless they travel in fp32."""
-    problems = []
-    with world_of(backend) as world:
-        case = Case("double", dtype=torch.float64)
-        whole, splits = whole_layer(case), po_nn.balanced_splits(case.inputs, world.size)
-        x, residual = values(case, "x", 20, case.inputs), values(case, "residual", 20, case.outputs)
-        exact = whole(x) + residual
-        size = F.linear(x.abs(), whole.weight.abs()) + whole.bias.abs() + residual.abs()
-        for wire_dtype, unit in ((None, 2.0**-53), (torch.float64, 2.0**-53), (torch.float32, 2.0**-24)):
-            layer = po_nn.RowParallelLinear.from_linear(whole, splits=splits, wire_dtype=wire_dtype)
-            first, last = layer.shard_range
-            own = x[:, first:last].to(po.device())
-            result = layer(own, residual=residual.to(po.device())).cpu()
-            bound = case.inputs * 2.0**-52 * size + 2 * world.size * unit * size
-            error = (result - exact).abs()
-            if layer.last_path != "unfused" or result.dtype != torch.float64 or bool((error > bound).any()):
-                problems.append(f"{wire_dtype}: {layer.last_path}, {result.dtype}, off by {float(error.max())}")
-            problems.append(message_of(TypeError, lambda layer=layer, own=own: layer(own[:16])))  # type: ignore[misc]
-    return problems
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_row_parallel_sums_float64_in_float64(backend: str, world: int) -> None:
-    refused = "weight: expected float32, float16 or bfloat16, got torch.float64"
-    assert in_processes(double_program, world, backend, timeout=120) == [[refused] * 3] * world
-
-
 class Block(torch.nn.Module):
     """A gated block as models have it: two column-parallel layers, then a row-parallel one."""
 

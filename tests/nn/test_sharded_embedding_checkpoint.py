@@ -343,36 +343,6 @@ def test_what_is_saved_asynchronously(tmp_path: Path) -> None:
     assert in_processes(_saved_meanwhile, 2, "host", str(tmp_path), timeout=200) == [[], []]
 
 
-def _hooks_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Register a hook of each kind, save and load; return those that were called, and what they have changed."""
-    seen = []
-
-    def saved(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        seen.append("saved")
-        return {**state, "more": 1}
-
-    def loading(_: Any, state: dict[str, Any]) -> dict[str, Any]:
-        seen.append(f"loading {state.pop('more')}")
-        return state
-
-    optimizer.register_state_dict_pre_hook(lambda _: seen.append("saving"))
-    optimizer.register_state_dict_post_hook(saved)
-    optimizer.register_load_state_dict_pre_hook(loading)
-    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
-    optimizer.load_state_dict(optimizer.state_dict())
-    return seen
-
-
-def _hooks() -> list[list[str]]:
-    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    return [_hooks_of(plain), _hooks_of(_case("adagrad").make().optimizer)]
-
-
-def test_hooks_of_the_optimizers_state_dict() -> None:
-    for wanted, found in in_world(_hooks, 1, "host"):
-        assert found == wanted == ["saving", "saved", "loading 1", "loaded"]
-
-
 def _in_memory() -> list[bool]:
     """Copies of state dicts restore everything, and so undo one later step; whole tensors do too.
 

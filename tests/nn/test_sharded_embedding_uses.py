@@ -170,22 +170,6 @@ def test_a_frozen_table_is_not_trained() -> None:
     )
 
 
-# ---- made in inference mode ------------------------------------------------------------------------------------------
-
-
-def _made_in_inference_mode(placement: str) -> bool:
-    with torch.inference_mode():
-        module = _module(placement)
-    before = module(*_lookups(3)).detach().clone()
-    module(*_lookups(3)).sum().backward()
-    return not torch.equal(module(*_lookups(3)).detach(), before)
-
-
-@pytest.mark.parametrize("placement", _PLACEMENTS)
-def test_it_may_be_made_in_inference_mode(placement: str) -> None:
-    assert in_world(_made_in_inference_mode, 1, "host", placement) == [True]
-
-
 # ---- inputs of inference mode ----------------------------------------------------------------------------------------
 
 
