@@ -1,16 +1,18 @@
 // The host backend's stand-in for a network: a proxy thread per PE that applies puts late and out of order. Kernels see
 // it as a Network; it is compiled once for all of them.
 //
-// Between two fences it picks the next operation at random, after a random delay. A fence orders operations to the same
-// peer only, which is all that OpenSHMEM promises. Compiled for the host alone.
+// Between two fences it picks the next operation at random, after a random delay. A fence orders operations of its own
+// thread to the same peer only. Compiled for the host alone.
 #pragma once
 
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "platform/memory.cuh"
@@ -23,7 +25,6 @@ class DelayedNetwork final : public Network {
   // `peer_heaps`: where this process maps each PE's heap. `max_delay_us` = 0 keeps the reordering alone.
   DelayedNetwork(const uint64_t* peer_heaps, int world_size, uint64_t max_delay_us, uint64_t seed)
       : peer_heaps_(peer_heaps, peer_heaps + world_size),
-        generation_(static_cast<size_t>(world_size), 0),
         max_delay_us_(max_delay_us),
         random_(seed),
         proxy_([this] { run(); }) {}
@@ -41,10 +42,10 @@ class DelayedNetwork final : public Network {
   }
 
   void put(int peer, uint64_t offset, const void* source, uint64_t bytes) override {
-    enqueue({peer, offset, source, bytes, 0, 0});
+    enqueue({peer, offset, source, bytes, 0, {}, 0});
   }
 
-  void signal(int peer, uint64_t offset, uint64_t value) override { enqueue({peer, offset, nullptr, 0, value, 0}); }
+  void signal(int peer, uint64_t offset, uint64_t value) override { enqueue({peer, offset, nullptr, 0, value, {}, 0}); }
 
   // Overtakes pending operations, as a network may.
   void get(int peer, uint64_t offset, void* target, uint64_t bytes) override {
@@ -54,7 +55,7 @@ class DelayedNetwork final : public Network {
 
   void fence() override {
     std::lock_guard lock(mutex_);
-    for (uint64_t& generation : generation_) ++generation;
+    ++generations_[std::this_thread::get_id()];
   }
 
   void quiet() override {
@@ -69,28 +70,30 @@ class DelayedNetwork final : public Network {
     const void* source;  // null: a signal
     uint64_t bytes;
     uint64_t value;
-    uint64_t generation;
+    std::thread::id thread;
+    uint64_t generation;  // number of fences that its thread has made before
   };
 
   void enqueue(Operation operation) {
     {
       std::lock_guard lock(mutex_);
-      operation.generation = generation_[static_cast<size_t>(operation.peer)];
+      operation.thread = std::this_thread::get_id();
+      operation.generation = generations_[operation.thread];
       pending_.push_back(operation);
     }
     changed_.notify_all();
   }
 
-  // Any pending operation may be next unless an older generation to the same peer is pending.
+  // Any pending operation may be next unless an older generation of its thread to the same peer is pending.
   size_t choose() {
-    oldest_.assign(generation_.size(), UINT64_MAX);
+    oldest_.clear();
     for (const Operation& operation : pending_) {
-      uint64_t& oldest = oldest_[static_cast<size_t>(operation.peer)];
-      oldest = operation.generation < oldest ? operation.generation : oldest;
+      const auto found = oldest_.emplace(std::pair(operation.thread, operation.peer), operation.generation);
+      if (operation.generation < found.first->second) found.first->second = operation.generation;
     }
     eligible_.clear();
     for (size_t i = 0; i < pending_.size(); ++i) {
-      if (pending_[i].generation == oldest_[static_cast<size_t>(pending_[i].peer)]) eligible_.push_back(i);
+      if (pending_[i].generation == oldest_[{pending_[i].thread, pending_[i].peer}]) eligible_.push_back(i);
     }
     return eligible_[random_() % eligible_.size()];
   }
@@ -129,13 +132,13 @@ class DelayedNetwork final : public Network {
   }
 
   const std::vector<uint64_t> peer_heaps_;
-  std::vector<uint64_t> generation_;
+  std::map<std::thread::id, uint64_t> generations_;  // of each thread: its fences so far
   const uint64_t max_delay_us_;
   std::mt19937_64 random_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Operation> pending_;
-  std::vector<uint64_t> oldest_;  // generation of each peer's pending operations
+  std::map<std::pair<std::thread::id, int>, uint64_t> oldest_;  // generation pending, of each thread to each peer
   std::vector<size_t> eligible_;
   bool busy_ = false;
   bool stopping_ = false;

@@ -114,6 +114,7 @@ CASES = (
 
 DIRECT = "--tables=2,1 --batch=7,4 --wgs=2 --threads=2"
 STAGED = f"{DIRECT} --transport=staged --delay-us=500"
+IN_ANOTHER_THREAD = "std::thread([&] { team.network->fence(); }).join()"
 ORDERED = "--tables=3 --batch=7 --wgs=2 --threads=3"
 
 MUTATIONS = {
@@ -182,6 +183,7 @@ MUTATIONS = {
     ),
     "wg_done_is_not_cleared": Mutation((Drop("wg-done-reset"),), STAGED, RACE | {Exit.WRONG_REMAINS}),
     "no_fence_behind_puts": Mutation((Drop("put-fence"),), STAGED, RACE),
+    "another_thread_fences": Mutation((Swap("put-fence", "team.network->fence()", IN_ANOTHER_THREAD),), STAGED, RACE),
     "no_fence_behind_puts_of_ranges": Mutation((Drop("put-fence"),), RANGES, RACE),
     "the_first_range_alone_is_put": Mutation(
         (Swap("put-ranges", "i < plan_.num_ranges", "i < 1"),), RANGES, {Exit.WRONG_OUTPUT}
