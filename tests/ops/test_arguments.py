@@ -125,11 +125,6 @@ _WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         r"offsets: expected T \* B \+ 1 elements for T = 2 tables, got 6",
     ),
-    "no offsets": (
-        changed("offsets", lambda o: o[:0]),
-        ValueError,
-        r"offsets: expected T \* B \+ 1 elements for T = 2 tables, got 0",
-    ),
     "offsets of another batch": (
         lambda: {"batch_per_rank": [BATCH + 1]},
         ValueError,
@@ -219,11 +214,6 @@ _WRONG: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
         ValueError,
         r"out: expected memory apart from weights\[0\], got a tensor that overlaps it",
     ),
-    "out in the factors": (
-        lambda: {"per_sample_weights": (m := in_heap((48,)))[36:], "out": m.view(BATCH, 16)},
-        ValueError,
-        "out: expected memory apart from per_sample_weights",
-    ),
     "out that is no tensor": (lambda: {"out": [0.0]}, TypeError, "out: expected a tensor, got list"),
 }
 
@@ -302,10 +292,6 @@ def _of_other_types(backend: str) -> list[str]:
     optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=0.1)
     wrong: list[dict[str, Any]] = [
         *({name: 5} for name in ("dim_per_rank", "batch_per_rank", "columns")),
-        *(
-            {name: 5, "weights": tables, "optimizer": optimizer}
-            for name in ("dim_per_rank", "batch_per_rank", "columns")
-        ),
         {"optimizer": "sgd"},
         {"weights": None, "optimizer": optimizer},
         {"weights": [tables[0], None], "optimizer": optimizer},
@@ -321,7 +307,6 @@ def test_arguments_of_other_types(backend: str) -> None:
     numbers = [f"{name}: expected a sequence of whole numbers, got 5" for name in ("dim_per_rank", "batch_per_rank")]
     numbers.append("columns: expected a sequence of whole numbers, got 5")
     expected = [
-        *numbers,
         *numbers,
         "optimizer: expected a po.EmbeddingOptimizer, got 'sgd'",
         "weights: expected a sequence of tensors, got NoneType",
@@ -359,9 +344,7 @@ def test_a_pe_without_tables_must_be_told_the_widths(backend: str) -> None:
 
 WRONG_EMPTY: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
     "negative": ((-1,), {}, ValueError, r"size: expected numbers of at least 0, got .*-1"),
-    "negative and positive": ((2, -3), {}, ValueError, r"size: expected numbers of at least 0, got .*-3"),
     "fraction": ((2.5,), {}, TypeError, r"size: expected whole numbers, got .*2\.5"),
-    "text": (("3",), {}, TypeError, r"size: expected whole numbers, got .*'3'"),
     "truth": ((True,), {}, TypeError, r"size: expected whole numbers, got \[True\]"),
     "no dtype": ((2,), {"dtype": "float32"}, TypeError, r"dtype: expected a torch\.dtype, got .*float32"),
     "too large": (
@@ -380,10 +363,8 @@ NO_TENSORS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         "tensor: expected a tensor with memory, got one on meta",
     ),
     "size of a truth in a tensor": (lambda mine: po.empty(torch.tensor(True)), "size: expected whole numbers, got"),
-    "size of a fraction in a tensor": (lambda mine: po.empty(torch.tensor(2.5)), "size: expected whole numbers, got"),
     "view of PE True": (lambda mine: po.peer_view(mine, True), "rank: expected a whole number, got True"),
     "view of a list": (lambda mine: po.peer_view([1], 0), "tensor: expected a tensor, got list"),
-    "view of PE a": (lambda mine: po.peer_view(mine, "a"), "rank: expected a whole number, got 'a'"),
     "free of a list": (lambda mine: po.free([1]), "tensor: expected a tensor, got list"),
 }
 
