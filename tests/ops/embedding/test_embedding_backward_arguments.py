@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from embedding_cases import split_of
 from worlds import error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.ops.embedding.backward import update_alone
 from persistent_ops.ops.embedding.backward_kernel import Tiles
 from persistent_ops.ops.embedding.backward_plan import rows_of
 
@@ -96,7 +93,6 @@ _NO_NORMS = (0.0, -1.0, float("nan"), float("inf"), 1e-19, 1e19)
         ({"rounding": "stochastic"}, "rounding"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**63}, "seed"),
-        ({"seed": [1, 2]}, "seed"),
         ({"optimizer": "adam", "betas": (0.9, 0.99999999)}, "betas: expected numbers .* below 1, also in float32"),
     ],
 )
@@ -124,7 +120,6 @@ def test_what_no_option_of_an_optimizer_can_be(options: dict[str, Any], text: st
     [
         (torch.nn.EmbeddingBag(5, 4), "weights: expected a sequence of tensors, got EmbeddingBag"),
         (torch.ones(2, 4), "weights: expected a sequence of tensors, got Tensor"),
-        (None, "weights: expected a sequence of tensors, got NoneType"),
         ([{"params": []}], r"weights\[0\]: expected a tensor, got dict"),
     ],
 )
@@ -137,10 +132,8 @@ def test_what_no_optimizer_can_have(tables: Any, text: str) -> None:
     ("name", "value", "text"),
     [
         ("step_count", -1, "step_count: expected a number of at least 0 and below 2^63, got -1"),
-        ("step_count", torch.tensor(-1), "step_count: expected a number of at least 0 and below 2^63, got -1"),
         ("step_count", 2**70, f"step_count: expected a number of at least 0 and below 2^63, got {2**70}"),
         ("step_count", 1.5, "step_count: expected a whole number, got 1.5"),
-        ("step_count", "x", "step_count: expected a whole number, got 'x'"),
         (
             "gradient_scale",
             float("nan"),
@@ -151,7 +144,6 @@ def test_what_no_optimizer_can_have(tables: Any, text: str) -> None:
         ("lr", float("nan"), "lr: expected a number of at least 0"),
         ("seeds", 5, "seeds: expected a whole number for each table, got 5"),
         ("seeds", ["a"], "seed: expected whole numbers, got ['a']"),
-        ("seeds", [1.5], "seed: expected whole numbers, got [1.5]"),
         ("seeds", [1, 2], "seed: expected one for each of 1 tables, got 2"),
         ("lr", 10**400, "lr: expected a number of at least 0 and below infinity, also in float32, got 1000000"),
     ],
@@ -162,40 +154,6 @@ def test_what_steps_cannot_have(name: str, value: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(text)):
         setattr(optimizer, name, value)
     assert [float(each) for each in (optimizer.step_count, optimizer.gradient_scale, optimizer.lr)] == [3, 2, 0.5]
-
-
-def test_what_an_update_alone_cannot_have() -> None:
-    with joined_alone():
-        table = torch.ones(4, 4)
-        optimizer = po.EmbeddingOptimizer([table], lr=1.0)
-        rows, offsets = torch.tensor([2, 2]), torch.arange(3)
-        for gradient, text in (
-            (torch.ones(2, 4, dtype=torch.bfloat16), r"gradient: expected torch\.float32"),
-            (torch.ones(2, 3), r"gradient: expected \[B, 4\]"),
-        ):
-            with pytest.raises((TypeError, ValueError), match=text):
-                update_alone(optimizer, gradient, rows, offsets)
-        update_alone(optimizer, torch.ones(2, 4), rows, offsets)
-        assert table.sum(dim=1).tolist() == [4.0, 4.0, -4.0, 4.0]
-
-
-def test_a_table_without_columns_is_refused() -> None:
-    with joined_alone():
-        tables = [torch.ones(4, 2), torch.ones(4, 0)]
-        optimizer = po.EmbeddingOptimizer(tables)
-        pooled = po.embedding_all_to_all(tables, torch.arange(4), torch.arange(5), optimizer=optimizer)
-        with pytest.raises(ValueError, match="without columns"):
-            pooled.sum().backward()
-
-
-@contextlib.contextmanager
-def joined_alone() -> Iterator[None]:
-    """Open a world of one PE on the host."""
-    po.init("host", heap_size=32 << 20)
-    try:
-        yield
-    finally:
-        po.finalize()
 
 
 def test_tables_that_overlap_are_refused() -> None:

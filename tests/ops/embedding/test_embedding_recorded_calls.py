@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from worlds import error_of, in_world
 
 import persistent_ops as po
@@ -39,34 +38,6 @@ def _gradient(way: str, table: torch.Tensor, before: torch.Tensor) -> torch.Tens
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def _batched(way: str) -> None:
-    (table,), how = _tables(way)
-    factors = torch.ones(8, requires_grad=True)
-    pooled = po.embedding_all_to_all([table], *_lookups(), factors, **how)
-    torch.autograd.grad(pooled, [factors], torch.ones(3, *pooled.shape), is_grads_batched=True)
-
-
-def _fake(way: str) -> None:
-    (table,), how = _tables(way)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        po.embedding_all_to_all([table], *_lookups(), **how).sum().backward()
-
-
-def _refused(call: Callable[[str], None], way: str) -> tuple[str, str]:
-    return error_of(lambda: call(way))[:2]
-
-
-@pytest.mark.parametrize("call", [_batched, _fake])
-@pytest.mark.parametrize("way", _WAYS)
-def test_what_has_no_backward_pass_says_so(way: str, call: Callable[[str], None]) -> None:
-    ((kind, text),) = in_world(_refused, 1, "host", call, way)
-    if call is _fake and way == "sparse":  # the dispatcher checks the call
-        assert kind == "NotImplementedError" and text.startswith("embedding_all_to_all has a backward pass as a plain")
-    else:
-        found = "a FakeTensor" if call is _fake else "a tensor without memory"
-        assert kind == "TypeError" and text.startswith(f"gradient: expected a plain dense tensor, got {found}")
 
 
 def _twins() -> list[tuple[str, str]]:
@@ -117,7 +88,7 @@ def test_what_it_has_on_the_device_is_changed_by_operators() -> None:
     optimizer.lr *= 0.5
     optimizer.gradient_scale /= 4
     optimizer.step_count += 3
-    other: Any = po.EmbeddingOptimizer([torch.zeros(2, 2)], "adam", lr=0.125)
+    other: Any = po.EmbeddingOptimizer([torch.zeros(2, 2)], "adam", lr=torch.tensor(0.125))
     assert (optimizer.lr.item(), optimizer.gradient_scale.item(), optimizer.step_count.item()) == (0.25, 0.25, 3)
     assert optimizer._beta_powers.tolist() == pytest.approx([0.9**3, 0.999**3])
     optimizer.lr = other.lr
@@ -154,89 +125,6 @@ def _steps(writes: str) -> list[torch.Tensor]:
 def test_a_number_of_steps_goes_on_with_the_same_bits(writes: str) -> None:
     (wanted,), (found,) = (in_world(_steps, 1, "host", how) for how in ("nothing", writes))
     assert all(map(torch.equal, wanted, found))
-
-
-# ---- lookups of an exchange ------------------------------------------------------------------------------------------
-
-
-def _bad_batches() -> list[str]:
-    """Send batches with a bad index, each in another context, and then good ones."""
-    inputs = po.EmbeddingInputs([[(0, 10)]] * po.world_size(), num_features=1, max_batch=2, lookups_per_sample=1)
-    seen = []
-    for index in (99, 99, 99, 1, 1):
-        try:
-            with inputs.exchange(torch.tensor([index]), lengths=torch.tensor([1])):
-                seen.append("")
-        except IndexError:
-            seen.append("IndexError")
-    return seen
-
-
-def _as_before() -> list[bool]:
-    """Call with other forms that torch accepts: rates in tensors, frozen copies, a gradient that is a parameter."""
-    frozen = torch.ones(4, 2)
-    factors = torch.ones(8, requires_grad=True)
-    indices, offsets = torch.arange(8) % 4, torch.arange(9)
-    po.embedding_all_to_all([frozen, frozen.detach()], indices, offsets, factors).sum().backward()
-    table = torch.zeros(4, 2, requires_grad=True)
-    pooled = po.embedding_all_to_all([table], indices[:4], offsets[:5])
-    pooled.backward(torch.nn.Parameter(torch.ones_like(pooled)))
-    optimizer = po.EmbeddingOptimizer(
-        [torch.zeros(2, 2)], "adam", lr=torch.tensor(0.25), betas=torch.tensor([0.5, 0.75])
-    )  # type: ignore[arg-type]
-    assert factors.grad is not None and table.grad is not None
-    return [bool((factors.grad == 2).all()), bool((table.grad.to_dense() == 1).all()), optimizer.lr.item() == 0.25]
-
-
-def test_what_torch_takes_is_taken() -> None:
-    assert in_world(_as_before, 1, "host") == [[True] * 3]
-
-
-def test_a_context_that_is_not_entered_holds_no_lookups() -> None:
-    assert in_world(_bad_batches, 1, "host") == [["IndexError"] * 3 + [""] * 2]
-
-
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_lookups_are_not_copied(way: Callable[[object], object]) -> None:
-    assert in_world(_copied, 1, "host", way) == [("TypeError", _NO_COPY)]
-
-
-_NO_COPY = "embedding_inputs: lookups lie in a region of this PE's heap; they are not copied or pickled"
-
-
-def _copied(way: Callable[[object], object]) -> tuple[str, str]:
-    inputs = po.EmbeddingInputs([[(0, 9)]], num_features=1, max_batch=1, lookups_per_sample=2)
-    with inputs.exchange(torch.tensor([1]), lengths=torch.tensor([1])) as lookups:
-        name, text, *_ = error_of(lambda: way(lookups))
-    return name, text
-
-
-def _changed_tables() -> list[str]:
-    """Make two forward passes. The second one's backward pass comes first, and updates the tables of PE 0 alone."""
-    tables = [torch.ones(9, 2)] if po.rank() == 0 else []
-    optimizer = po.EmbeddingOptimizer(tables, "sgd", lr=0.5)
-    inputs = po.EmbeddingInputs([[(0, 9)], []], num_features=1, max_batch=1, lookups_per_sample=1, is_weighted=True)
-    passes = []
-    for _ in range(2):
-        weights = torch.ones(1, requires_grad=True)
-        lookups = inputs.exchange(
-            torch.tensor([1]), lengths=torch.tensor([1]), per_sample_weights=weights, batch_per_rank=[1, 1]
-        )
-        lookups.wait()
-        kinds = {"dim_per_rank": (2, 0), "dtype": torch.float32}
-        passes.append((po.embedding_all_to_all(tables, lookups, optimizer=optimizer, **kinds), lookups))  # type: ignore[arg-type]
-    passes[1][0].sum().backward()
-    name, text, *_ = error_of(lambda: passes[0][0].sum().backward())
-    for _, lookups in passes:
-        lookups.release()
-    po.barrier()  # the world is unchanged
-    po.check()
-    return [name, text]
-
-
-def test_pes_without_tables_know_that_tables_have_changed() -> None:
-    for name, text in in_world(_changed_tables, 2, "host"):
-        assert name == "RuntimeError" and "the tables have changed since the forward pass" in text
 
 
 # ---- what the caller changes between the passes ----------------------------------------------------------------------
