@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -164,17 +163,9 @@ def test_entries_that_are_no_rows_without_coalescing(backend: str) -> None:
 
 
 def _first_called_when_compiled(kind: str) -> list[float]:
-    def buffers(x: torch.Tensor) -> torch.Tensor:
-        given: list[torch.Tensor] = []
-        po.sparse_all_reduce_buffers(
-            x._indices()[0], x._values(), num_rows=8, completion_fn=lambda i, v, _: given.append(v.clone())
-        )
-        return given[0] * 2
-
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "sum": lambda x: po.sparse_all_reduce(x)._values() * 2,
         "async": lambda x: po.sparse_all_reduce(x, async_op=True).wait()._values() * 2,
-        "buffers": buffers,
     }
     indices = torch.tensor([[1, 2, 5]], device=po.device())
     values = torch.ones(3, 4, device=po.device())
@@ -183,7 +174,7 @@ def _first_called_when_compiled(kind: str) -> list[float]:
     return [float(compiled(x).sum()) for _ in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["sum", "async", "buffers"])
+@pytest.mark.parametrize("kind", ["sum", "async"])
 def test_a_first_call_may_be_compiled(backend: str, kind: str) -> None:
     """torch.compile breaks its graph at the call, and does not trace the creation of its plan."""
     assert in_world(_first_called_when_compiled, 2, backend, kind) == [[48.0] * 2] * 2
@@ -321,36 +312,3 @@ def test_callbacks_that_fail(backend: str) -> None:
         assert set(seen) == {"too few rows", "other indices", "other values", "other rows", "elsewhere", "nothing"}
         for name, (kind, text) in seen.items():
             assert kind in ("ValueError", "TypeError") and text.startswith("alloc_fn: "), (name, kind, text)
-
-
-def _several_buffers_in_flight() -> list[str]:
-    rank, world = po.rank(), po.world_size()
-    problems = []
-    for iteration in range(4):
-        flight = []
-        for number, case in enumerate(_BUFFERS):
-            case = dataclasses.replace(case, op="sum")
-            inputs = make_inputs(case, world, iteration)
-            coalesce = _COALESCE[(number + iteration) % 3]
-            taken = Taken(case, coalesce)
-            indices, values, _ = padded(case, inputs[rank], len(inputs[rank].indices))
-            work = po.sparse_all_reduce_buffers(
-                indices,
-                values,
-                num_rows=case.rows,
-                completion_fn=taken.complete,
-                fn_ctx=taken.context,
-                coalesce=coalesce,
-                async_op=True,
-            )
-            assert work is not None
-            flight.append((case, coalesce, taken, work, _buffers_wanted(case, inputs, coalesce)))
-        for case, coalesce, taken, work, want in flight:
-            work.wait()
-            if (found := taken.problem(want)) is not None:
-                problems.append(f"iteration {iteration}, {case.name}, {coalesce}: {found}")
-    return problems
-
-
-def test_several_calls_with_buffers_in_flight(backend: str) -> None:
-    assert in_world(_several_buffers_in_flight, 2, backend) == [[], []]

@@ -226,42 +226,6 @@ def test_dropped_handles(backend: str) -> None:
     assert in_world(_dropped_handles, 2, backend) == [[], []]
 
 
-def _waited_for_behind_the_end(backend: str) -> list[tuple[str, str]]:
-    """Handles held when the world is closed: of a sum that fits, of a sum that does not, and with buffers."""
-    po.init(backend, operator_timeout=20.0, heap_size=32 << 20)
-    device = po.device()
-
-    def entries(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.arange(count, device=device), torch.ones(count, 4, device=device)
-
-    def x(count: int, rows: int) -> torch.Tensor:
-        indices, values = entries(count)
-        return torch.sparse_coo_tensor(indices[None], values, (rows, 4), check_invariants=False)
-
-    works: list[Any] = []
-    for rows, count in ((500, 3), (600, 400)):
-        po.sparse_all_reduce(x(3, rows))
-        works.append(po.sparse_all_reduce(x(count, rows), async_op=True))
-    for coalesce in ("regular", "disable"):
-        works.append(
-            po.sparse_all_reduce_buffers(
-                *entries(5),
-                num_rows=700,
-                coalesce=coalesce,
-                completion_fn=lambda *_: pytest.fail("the callback was called"),
-                async_op=True,
-            )
-        )
-    po.finalize()
-    return [error_of(work.wait)[:2] for work in works]
-
-
-def test_handles_that_are_waited_for_behind_the_end(backend: str) -> None:
-    for outcomes in run_pes(_waited_for_behind_the_end, 2, backend, timeout=100):
-        for name, text in outcomes:
-            assert name == "PeerTimeoutError" and "po.finalize()" in text, (name, text)
-
-
 def _many_layouts() -> list[Any]:
     """Sums of more layouts than are remembered. Handles of forgotten layouts work like others."""
     rank, world = po.rank(), po.world_size()
