@@ -69,13 +69,6 @@ def _equal_arguments(rank: int, given: Tensors) -> torch.Tensor:
     return (hidden * first + second).sum()
 
 
-def _barriers(rank: int, given: Tensors) -> torch.Tensor:
-    po.all_reduce(given["x"])
-    doubled = given["y"] * 2
-    po.all_reduce(given["x"])
-    return doubled.sum()
-
-
 def _mixed(rank: int, given: Tensors) -> torch.Tensor:
     """Mix forms and operators. Each PE uses other ones."""
     out = torch.empty_like(given["x"])
@@ -118,7 +111,6 @@ PROGRAMS: dict[str, Program] = {
     "gemv_all_reduce": _only_rank_0_looks(lambda given: po.gemv_all_reduce(given["weight"], given["x"])),
     "embedding_all_to_all": _only_rank_0_looks(lambda given: _LAYERS["table"](given["rows"], given["bags"])),
     "equal arguments": _equal_arguments,
-    "barriers": _barriers,
     "mixed": _mixed,
     "in order": _in_order,
     "checkpointed": _checkpointed,

@@ -100,18 +100,6 @@ def test_neither_does_one_of_a_sum_that_is_not_there_any_more() -> None:
     assert in_world(_waits_behind_a_recovery, 1, "host") == [[False, False]]
 
 
-def _unwritable() -> bool:
-    def trace() -> None:
-        with po.trace(path=f"{__file__}/timeline.json"):  # this folder does not exist
-            pass
-
-    return _outlives(trace, OSError)
-
-
-def test_neither_does_one_of_a_file() -> None:
-    assert in_world(_unwritable, 1, "host") == [False]
-
-
 def test_an_error_to_raise_says_all_that_was_kept() -> None:
     kept = po.CapacityError("12 rows", 3)
     kept.__cause__ = OSError("why")

@@ -93,34 +93,6 @@ def test_a_forward_pass_of_several_groups_makes_all_its_launches(backend: str) -
     assert in_world(_forward_pass_of_several_groups, 2, backend) == [["IndexError", "", ""], ["", "", ""]]
 
 
-class _Collection(torch.nn.Module):
-    """Like torchrec's EmbeddingBagCollection, of two tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        tables = {f"t{n}": torch.nn.EmbeddingBag(4, 8 + 8 * n, device=po.device()) for n in range(2)}
-        self.embedding_bags = torch.nn.ModuleDict(tables)
-
-    def embedding_bag_configs(self) -> list[po.nn.TableConfig]:
-        return [po.nn.TableConfig(f"t{n}", 4, 8 + 8 * n, [f"f{n}"], ("sum", "mean")[n]) for n in range(2)]
-
-
-def _collection_of_replicas() -> list[str]:
-    collection = _Collection()
-    _bad_forward_pass()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # so that the next call sees it
-
-    def make() -> po.nn.ShardedEmbeddingBagCollection:
-        return po.nn.ShardedEmbeddingBagCollection.from_collection(collection, max_batch=2, placement="replicated")
-
-    return [error_of(make)[0], error_of(make)[0], error_of(po.check)[0]]
-
-
-def test_a_module_of_a_collection_makes_all_its_launches(backend: str) -> None:
-    assert in_world(_collection_of_replicas, 2, backend) == [["IndexError", "", ""], ["", "", ""]]
-
-
 def _told_of_a_graph(call: Callable[[], object]) -> str:
     """Call after a graph replay without room for this PE's lookups; return what is raised."""
     problems = [po.CapacityError("no room")] if po.rank() == 0 else []

@@ -113,17 +113,3 @@ def _changed_tables() -> list[str]:
 
 def test_the_operator_reads_what_the_tensor_is_now(backend: str) -> None:
     assert in_world(_changed_tables, 2, backend) == [[], []]
-
-
-def test_a_table_of_another_shape_is_refused(backend: str) -> None:
-    assert in_world(_transposed, 1, backend) == [True]
-
-
-def _transposed() -> bool:
-    table = torch.ones(4, 4, device=po.device())
-    lookups = torch.zeros(1, dtype=torch.int64, device=po.device()), torch.arange(2, device=po.device())
-    po.embedding_all_to_all([table], *lookups)
-    table.data = table.data.t()
-    with pytest.raises(ValueError, match="contiguous"):
-        po.embedding_all_to_all([table], *lookups)
-    return True
