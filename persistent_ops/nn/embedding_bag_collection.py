@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 import weakref
@@ -19,6 +18,7 @@ from ..ops.embedding.checks import BOUNDS
 from ..ops.embedding.inputs import EmbeddingInputs, checked_lookups
 from ..ops.embedding.lookups import Lookups
 from ..runtime import world as _world
+from ..runtime.agreement import agree
 from ..runtime.arguments import as_number
 from ..runtime.errors import CapacityError, to_raise
 from ..runtime.operator import Operator
@@ -203,12 +203,12 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         scale = 1.0 / world.size if gradient_scale is None else gradient_scale
         placements = placements_of(configs, placement)
         # Before all collective calls: PEs with other tables or placements make more or fewer of them.
-        self._agree(
-            "tables, placement, optimizer and its options, wire_dtype, seed",
-            [configs, placements, optimizer, options, max_norm, scale, clamp, wire_dtype, rounding, seed],
-        )
+        choices = {"tables": configs, "placement": placements, "optimizer": optimizer, **options, "max_norm": max_norm}
+        choices |= {"gradient_scale": scale, "max_gradient": clamp, "wire_dtype": wire_dtype}
+        agree(world, _AGREEMENT, {**choices, "rounding": rounding, "seed": seed})
         self.layout = layout_of(world, configs, placements, estimates, max_batch, optimizer, wire_dtype, rounding)
-        self._agree("max_batch, lookups_per_sample", [max_batch, estimates, self.layout])
+        rates = {"max_batch": max_batch, "lookups_per_sample": estimates}
+        agree(world, _AGREEMENT, {**rates, "placement": self.layout})
         self.feature_names = list(self.layout.features)
         self.embedding_names = list(self.layout.names)
         self.embedding_dims = list(self.layout.dims)
@@ -321,18 +321,6 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             )
             for group in self.layout.groups
         ]
-
-    def _agree(self, names: str, choices: Sequence[object]) -> None:
-        """Raise where PEs passed different arguments, or came to something different by them."""
-        self._world.meet(_AGREEMENT.contract(self._world.team))
-        told = hashlib.sha256(repr(choices).encode()).hexdigest()
-        digests = [raw.decode() for raw in self._world.bootstrap.exchange("embedding-bags", told.encode())]
-        other = next((pe for pe, digest in enumerate(digests) if digest != told), None)
-        if other is not None:
-            raise ValueError(
-                f"{names}: PE {other} and PE {self._world.rank} passed different arguments, expected the same on all "
-                f"PEs. PE {self._world.rank} passed {choices}."
-            )
 
     def _make_parts(
         self,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
-import json
 import math
 import operator
 import weakref
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from ...runtime import world as _world
+from ...runtime.agreement import agree
 from ...runtime.arguments import as_number, as_whole_numbers
 from ...runtime.dtypes import INDEX_TYPES
 from ...runtime.operator import Operator
@@ -307,18 +306,10 @@ class _Made:
 
     def agree(self, world: World, workspace: Workspace, layout: InputsLayout, capacity: Capacity) -> int:
         """Return the number of the next one, the same on all PEs; raise where they passed something else."""
-        world.meet(_AGREEMENT.contract(world.team), workspace)
-        text = repr((layout, capacity)).encode()  # long where there are many PEs
-        mine = [self.count, hashlib.sha256(text).hexdigest()]
-        told = [json.loads(raw) for raw in world.bootstrap.exchange("embedding-inputs", json.dumps(mine).encode())]
-        self.count = max(count for count, _ in told) + 1
-        if len({digest for _, digest in told}) > 1:
-            texts = world.bootstrap.exchange("embedding-inputs that differ", text)
-            other = next((pe for pe, theirs in enumerate(texts) if theirs != text), world.rank)
-            raise ValueError(
-                "slots, num_features, max_batch, capacity, is_weighted, index_dtype, slot_order: expected the same on "
-                f"all PEs, got {text.decode()} on PE {world.rank} and {texts[other].decode()} on PE {other}"
-            )
+        choices = {**layout._asdict(), "capacity (or lookups_per_sample)": capacity}
+        choices["slot_order"] = choices.pop("order")
+        agree(world, _AGREEMENT, choices, workspace)
+        self.count = 1 + max(map(int, world.bootstrap.exchange("embedding-inputs", str(self.count).encode())))
         return self.count
 
     def forget(self) -> None:
