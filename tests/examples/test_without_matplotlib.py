@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from warm_python import Popen
+from worlds import python_path
 
 ROOT = Path(__file__).resolve().parents[2]
 REMEDY = "matplotlib is not installed (pip install 'persistent-ops[plot]')"
@@ -55,7 +57,9 @@ def test_the_training_example_goes_on_without_matplotlib(tmp_path: Path) -> None
     options = ["--backend", "host", "--pes", "1", "--steps", "3", "--batch", "16"]
     options += ["--text", str(text), "--output", str(tmp_path / "out")]
     command = [sys.executable, "-c", program, str(ROOT / "launch/sparse_embedding_train.py"), *options]
-    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+    environment = os.environ | {"PYTHONPATH": python_path()}
+    pipe = subprocess.PIPE
+    with Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as started:
         try:
             out, err = started.communicate(timeout=200)
         except subprocess.TimeoutExpired:
