@@ -309,13 +309,11 @@ class ColumnParallelLinear(_ParallelLinear):
         is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         device = _world.current().backend.device
         is_here = x.device == device and self.weight.device == device and self.weight.is_contiguous()
-        return (
-            self.weight.dtype in SCALARS and is_here and not is_recorded and not torch.is_autocast_enabled(device.type)
-        )
+        return is_here and not is_recorded and not torch.is_autocast_enabled(device.type)
 
     def path(self, num_vectors: int) -> str:
         """Return "gemv" or "linear": the path for this number of vectors, if no other condition rules out "gemv"."""
-        if not 1 <= num_vectors <= MAX_VECTORS:
+        if not 1 <= num_vectors <= MAX_VECTORS or self.weight.dtype not in SCALARS:
             return "linear"
         nbytes = kernel_vectors_of(num_vectors) * self.in_features * self.weight.itemsize
         return "gemv" if num_vectors == 1 or nbytes <= _GEMV_BYTES else "linear"

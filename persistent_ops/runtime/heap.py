@@ -360,7 +360,7 @@ class OutputPool:
         if offset is None:
             held = sum(slot.nbytes for slots in self._slots.values() for slot in slots)
             raise SymmetricHeapError(
-                f"the symmetric heap has no room for an output of {nbytes} bytes (heap_size {self._free_list.size} "
+                f"the symmetric heap has no room for {nbytes} bytes more (heap_size {self._free_list.size} "
                 f"bytes, {self._free_list.free_bytes} free, {held} in results that are still held): drop results that "
                 "are no longer needed, or pass a larger heap_size to po.init()"
             )

@@ -182,9 +182,9 @@ def column_problem(case: Case, layer: po_nn.ColumnParallelLinear, leading: tuple
     result = layer(x.to(po.device())).cpu()
     size = F.linear(x.double().abs(), whole_layer(case).double().weight.abs())[..., first:last]
     bound = case.inputs * 2.0**-23 * size + 2 * UNIT.get(case.dtype, 0.0) * (exact.abs() + 4)
-    path = "gemv" if 1 <= x[..., 0].numel() <= 16 else "linear"
-    taken = "linear" if case.dtype == torch.float64 else path  # a dtype that the kernel does not support
-    if layer.last_path != taken or layer.path(x[..., 0].numel()) != path:
+    # The kernel does not support float64.
+    path = "gemv" if 1 <= x[..., 0].numel() <= 16 and case.dtype != torch.float64 else "linear"
+    if layer.last_path != path or layer.path(x[..., 0].numel()) != path:
         return f"took the {layer.last_path} path"
     if result.dtype != case.dtype or result.shape != exact.shape:
         return f"got {result.dtype} {list(result.shape)}"

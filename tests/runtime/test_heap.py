@@ -457,7 +457,7 @@ def _fills_the_pool(backend: str) -> tuple[str, list[str]]:
 def test_results_that_are_held_can_fill_the_heap_and_idle_ones_make_room(backend: str) -> None:
     for error, problems in _run(_fills_the_pool, 1, backend):
         assert problems == []
-        assert "no room for an output of 1048576 bytes" in error and "results that are still held" in error
+        assert "no room for 1048576 bytes more" in error and "results that are still held" in error
         held = re.search(r"(\d+) in results", error)
         assert held is not None and int(held.group(1)) in (6 * MB, 7 * MB, 8 * MB)
         assert "drop results" in error and "heap_size" in error

@@ -529,7 +529,7 @@ def reserve(chosen: Sequence[tuple[InputExchange, Capacity]]) -> None:
     sizes = [nbytes for _, nbytes in growing]
     if areas.nbytes_of(OUTGOING) < outgoing:
         sizes.append(outgoing)
-    taken = world.outputs.take_on_all_pes(sizes, "room for lookups")
+    taken = world.outputs.take_on_all_pes(sizes, "lookups_per_sample times max_batch")
     for (region, _), (memory, offset) in zip(growing, taken, strict=False):
         region.move(memory, offset)
     if len(taken) > len(growing):
