@@ -98,8 +98,9 @@ def run_doctor(*, as_json: bool = False, of_ranks: bool = False, console: Consol
     if of_ranks:
         try:
             seen, rank = gather()
-        except PersistentOpsError as error:
-            console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        except (PersistentOpsError, ValueError) as error:
+            text = json.dumps({"error": str(error)}) if as_json else f"error: {error}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
             return 1
         if rank != 0:
             return 0

@@ -15,6 +15,7 @@ __all__ = ["Device", "devices", "examine_network"]
 _SECTION = "Network of several hosts"
 _NVIDIA, _DISPLAYS = "0x10de", ("0x0300", "0x0302")  # vendor and classes of PCI
 _ACTIVE, _ROUTED = "ACTIVE", "RoCE v2"
+_LINK_LOCAL = "fe80:"
 _OLDEST_DMA_BUF = (5, 12)  # version of Linux
 _USUAL_PREFIX = "mlx5"  # NVSHMEM takes devices with other names only where NVSHMEM_HCA_PREFIX says so
 
@@ -29,7 +30,7 @@ class Device:
         state: such as "ACTIVE".
         rate: such as "400 Gb/sec (4X NDR)".
         link: "InfiniBand" or "Ethernet".
-        routed_gid: the first index of a GID of RoCE version 2; None where there is none.
+        routed_gid: the first index of a GID of RoCE version 2 that is not link-local; None where there is none.
         place: the device's folder under /sys/devices.
     """
 
@@ -48,7 +49,8 @@ def devices(root: Path = Path("/")) -> list[Device]:
     for port in sorted(root.glob("sys/class/infiniband/*/ports/*")):
         state = _text(port / "state").rpartition(": ")[2]
         types = {int(file.name): _text(file) for file in port.glob("gid_attrs/types/*")}
-        routed = min((index for index, kind in types.items() if kind == _ROUTED), default=None)
+        local = {index for index in types if _text(port / f"gids/{index}").startswith(_LINK_LOCAL)}
+        routed = min((index for index, kind in types.items() if kind == _ROUTED and index not in local), default=None)
         device = port.parent.parent
         place = (device / "device").resolve()
         link, rate = _text(port / "link_layer"), _text(port / "rate")

@@ -18,6 +18,7 @@ set -Eeuo pipefail
 
 here=$(realpath "$0")
 hosts=(n1 n2)
+home=${HOME:-/root}
 
 fail() {
   trap - ERR
@@ -43,7 +44,7 @@ in_namespace() {
     tail -n 5 "$work/apt.txt" >&2
     fail "the packages of Slurm and Open MPI cannot be installed"
   }
-  for folder in /tmp "$HOME" "$PWD"; do mount --rbind "$folder" "$root$folder"; done
+  for folder in /tmp "$home" "$PWD"; do mount --rbind "$folder" "$root$folder"; done
   export root
   exec unshare --net --uts "$here" --controller "$@"
 }
@@ -77,6 +78,7 @@ make_host() {
     [ "$(cat "/proc/$!/comm")" != sleep ] || break
     sleep 0.02
   done
+  [ "$(cat "/proc/$!/comm")" = sleep ] || fail "host n$1 has not started within 10 s"
   echo $! > "$root/run/n$1.pid"
   ip link add "v$1" type veth peer name eth0 netns $!
   ip link set "v$1" master bridge up
@@ -137,6 +139,15 @@ case ${1:-} in
     [ "$(id -u)" = 0 ] || fail "namespaces need root"
     command -v apt-get > /dev/null || fail "Debian's apt-get is missing"
     unshare --mount --net --uts --pid --fork true 2> /dev/null || fail "namespaces are not allowed here"
-    exec unshare --mount --pid --fork --kill-child --mount-proc --propagation private "$here" --namespace "$@"
+    for folder in "$home" "$PWD"; do # they are the machine's own folders there, and the root is written to
+      case $folder/ in
+        // | /bin/* | /boot/* | /etc/* | /lib*/* | /media/* | /run/* | /sbin/* | /usr/* | /var/*)
+          fail "HOME and the working directory must not be $folder"
+          ;;
+      esac
+    done
+    unshare --mount --pid --fork --kill-child --mount-proc --propagation private "$here" --namespace "$@" <&0 &
+    trap "kill -KILL $!" INT TERM # unshare and the first process of a namespace ignore both
+    wait $! && exit 0 || exit $?
     ;;
 esac

@@ -25,8 +25,8 @@ def agree(world: World, on: LaunchKind, choices: Mapping[str, object], workspace
     Raises:
         ValueError: for the first argument that differs, with its values on this PE and another one.
     """
-    world.meet(on.contract(world.team), workspace)
     texts = {name: repr(choice) for name, choice in choices.items()}  # long where there are many PEs or tables
+    world.meet(on.contract(world.team), workspace)
     digests = [hashlib.sha256(text.encode()).hexdigest() for text in texts.values()]
     told = [json.loads(raw) for raw in world.bootstrap.exchange("agreement", json.dumps(digests).encode())]
     for number, (name, text) in enumerate(texts.items()):

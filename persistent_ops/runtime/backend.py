@@ -223,14 +223,14 @@ def in_node(transport: str, rank: int, world_size: int) -> list[bool]:
 
     Args:
         transport: "auto": to all; "staged": to itself alone; "nodes:N": to the PEs of its node, of N nodes of
-            consecutive ranks.
+            consecutive ranks, or of one PE each where there are fewer PEs.
         rank: of this PE.
         world_size: number of PEs.
     """
     if transport == "auto":
         return [True] * world_size
-    share = 1 if transport == "staged" else -(-world_size // int(transport.removeprefix("nodes:")))
-    return [pe // share == rank // share for pe in range(world_size)]
+    nodes = world_size if transport == "staged" else min(int(transport.removeprefix("nodes:")), world_size)
+    return [pe * nodes // world_size == rank * nodes // world_size for pe in range(world_size)]
 
 
 def check_resident(kernel: Kernel, grid: int, *, choices: str = "work_groups") -> None:

@@ -81,15 +81,18 @@ class Failures:
         waited = f"In {launch}, PE {me} waited {error.waited_ns / 1e9:.2f} s for PE {peer}: {what}"
         epochs = f" (expected epoch {error.epoch}, saw {error.seen >> self._epoch_shift})"
         if kind == "lost":
-            left = "" if operator.changes else " The output is NaN."
-            at_risk = self._changes.at_risk()
             return PeerLostError(
                 f"{waited}{epochs}. PE {peer} has ended, or has left by po.finalize() or a failed po.recover(): look "
-                f"at its output.{left}{at_risk and ' '}{at_risk}"
+                f"at its output.{self._what_is_lost(operator)}"
             )
         room = "" if has_begun else self._lack_of_room(me)
         advice = f"Find out what PE {peer} does, or pass a longer operator_timeout to po.init()."
         return PeerTimeoutError(f"{waited}{room or epochs}. {advice} {remedy}")
+
+    def _what_is_lost(self, operator: LaunchKind) -> str:
+        """Describe the outputs and inputs of launches whose peer has ended."""
+        output, at_risk = "" if operator.changes else " The output is NaN.", self._changes.at_risk()
+        return f"{output}{at_risk and ' '}{at_risk}"
 
     def _lack_of_room(self, waiting: int) -> str:
         """Say what else keeps a PE's launch from beginning; `waiting`: the PE that waits for it."""
@@ -175,7 +178,7 @@ class Failures:
         if reason == "lost":
             if error.peer == error.index:
                 return PeerLostError(f"PE {error.index} was interrupted, {left}. {remedy}")
-            advice = f"Look at the output of PE {error.peer}, and start the job again."
+            advice = f"Look at the output of PE {error.peer}, and start the job again.{self._what_is_lost(operator)}"
             return PeerLostError(f"PE {error.index} found that {blamed} has ended, {left}. {advice}")
         gave_up = f"PE {error.index} gave up on epoch {error.seen >> self._epoch_shift} because of {blamed}, {left}"
         if error.peer != me or not self.is_asynchronous:

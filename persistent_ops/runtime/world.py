@@ -84,11 +84,13 @@ class World:
         backend.waits.interrupted = self._interrupted
         self.outputs = OutputPool(backend, self.heap, bootstrap)
         reachable = [int(base != 0) for base in backend.peer_heaps]
-        matrix = [list(raw) for raw in bootstrap.exchange("reachable", bytes(reachable))]
-        for peer in range(self.size):
-            if matrix[peer][self.rank] != reachable[peer]:
+        matrix = bootstrap.exchange("reachable", bytes(reachable))
+        for pe, (row, column) in enumerate(zip(matrix, zip(*matrix, strict=True), strict=True)):
+            if row != bytes(column):
+                peer = next(peer for peer in range(self.size) if row[peer] != column[peer])
                 raise BootstrapError(
-                    f"PE {self.rank} and PE {peer} disagree on whether they reach each other's memory directly"
+                    f"PE {pe} and PE {peer} disagree on whether they reach each other's memory directly: pass the same "
+                    "transport on all PEs"
                 )
         self.all_reachable = all(all(row) for row in matrix)
         step = describe(COMM).constants["kPeStep"]

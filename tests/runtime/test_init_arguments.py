@@ -195,9 +195,10 @@ def test_heap_sizes_that_differ() -> None:
 
 @pytest.mark.host
 def test_transports_that_differ() -> None:
-    errors = _errors_of_init([{}, {"transport": "staged"}])
-    assert all(error.startswith("BootstrapError: ") for error in errors), errors
-    assert any("disagree on whether they reach each other's memory directly" in error for error in errors)
+    for transports in (("auto", "staged"), ("nodes:1", "nodes:2", "nodes:3", "nodes:2")):
+        for error in _errors_of_init([{"transport": transport} for transport in transports]):
+            assert error.startswith("BootstrapError: "), error
+            assert "disagree on whether they reach each other's memory directly: pass the same transport" in error
 
 
 @pytest.mark.host

@@ -75,6 +75,8 @@ def _roce(machine: Machine, *kinds: str) -> None:
     machine.device("mlx5_0", NIC, link="Ethernet")
     for index, kind in enumerate(kinds):
         machine.write(f"sys/class/infiniband/mlx5_0/ports/1/gid_attrs/types/{index}", kind)
+        address = "fe80:0000:0000:0000:0000:0000:0000:0001" if index < 2 else "0000:0000:0000:0000:0000:ffff:0a00:0001"
+        machine.write(f"sys/class/infiniband/mlx5_0/ports/1/gids/{index}", address)
 
 
 def _rename(machine: Machine) -> None:
@@ -117,6 +119,7 @@ def test_a_machine_without_devices(tmp_path: Path) -> None:
 WRONG: dict[str, tuple[Callable[[Machine], None], str, str]] = {
     "port is down": (_down, "mlx5_0 port 1", "DOWN"),
     "RoCE version 1": (lambda m: _roce(m, "IB/RoCE v1"), "mlx5_0 port 1", "no GID of RoCE version 2"),
+    "link-local GID": (lambda m: _roce(m, "IB/RoCE v1", "RoCE v2"), "mlx5_0 port 1", "no GID of RoCE version 2"),
     "another prefix": (_rename, "names of devices", "ibp23s0: none begins with mlx5"),
     "another NUMA node": (
         lambda m: _move_gpu(m, "pci0000:80/0000:80:01.0/0000:81:00.0", "1"),
@@ -141,7 +144,11 @@ def test_machines_that_are_wrong_in_one_way(name: str, tmp_path: Path) -> None:
 
 
 RIGHT: dict[str, tuple[Callable[[Machine], None], str, str]] = {
-    "RoCE version 2": (lambda m: _roce(m, "IB/RoCE v1", "RoCE v2"), "mlx5_0 port 1", "GID 1 (RoCE version 2)"),
+    "RoCE version 2": (
+        lambda m: _roce(m, "IB/RoCE v1", "RoCE v2", "IB/RoCE v1", "RoCE v2"),
+        "mlx5_0 port 1",
+        "GID 3 (RoCE version 2)",
+    ),
     "one host bridge": (
         lambda m: _move_gpu(m, "pci0000:15/0000:19:00.0", "0"),
         "GPU at 0000:19:00.0",

@@ -21,12 +21,12 @@ class ProcessIdentity:
 
     @property
     def kernel(self) -> tuple[str, str]:
-        """The running kernel and the PID namespace: equal on processes that can map each other's memory."""
-        return self.host.rpartition("/")[2], self.pid_space
+        """The running kernel and the PID namespace: equal on processes that see each other."""
+        return self.host.rpartition("/")[2] or self.host, self.pid_space
 
     def is_seen_dead_by(self, other: ProcessIdentity) -> bool:
         """Return whether this process has ended, as far as `other`, which asks, can see it."""
-        if (self.host, self.pid_space) != (other.host, other.pid_space) or not self.started:
+        if self.kernel != other.kernel or not self.started:
             return False
         return start_of(self.pid) != self.started
 

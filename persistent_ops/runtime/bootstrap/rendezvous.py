@@ -244,7 +244,7 @@ def own_address() -> str:
     if name:
         try:
             return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError:
+        except (OSError, UnicodeError):
             raise BootstrapError("MASTER_ADDR cannot be resolved; set it to an address of rank 0's host") from None
     for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         # Connecting a datagram socket sends nothing; it only makes the kernel choose the interface.

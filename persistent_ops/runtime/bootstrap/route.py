@@ -48,13 +48,16 @@ def meeting_interface(bootstrap: Bootstrap) -> Interface | None:
 def interface_to(host: str) -> Interface | None:
     """Return the interface through which a host name or an address is reached; None if there is no route.
 
-    For an address of this host: the interface that has it.
+    For an address of this host: the interface that has it. None for the loopback interface's, which no other host
+    reaches.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing
             own = ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
+        if own.is_loopback:
+            return None
         found = next((name for _, name in socket.if_nameindex() if own in _addresses(name)), None)
         return None if found is None else Interface(found, socket.AddressFamily(family).name)
     return None

@@ -28,9 +28,11 @@ class Hosts:
     """The two hosts while they exist; commands are run on their controller."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        pid = str(process.pid)
+        for _ in range(2):  # the script, unshare, the first process in the namespaces
+            (pid,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         namespaces = ("--mount", "--uts", "--net", "--pid")
-        self._enter = ["nsenter", "--target", children[0], *namespaces, "--root", "--wd", "timeout", "120"]
+        self._enter = ["nsenter", "--target", pid, *namespaces, "--root", "--wd", "timeout", "120"]
 
     def start(self, command: str, **variables: str) -> subprocess.Popen[str]:
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
@@ -50,6 +52,7 @@ class Hosts:
         printed = self.run(command.format(pe=f"{sys.executable} {_PE} {task} {folder}"), **variables)
         found = [file.read_text() for file in sorted(folder.glob("*.txt"))]
         assert found, printed
+        print(printed)  # which pytest shows where a test fails
         return found
 
 
@@ -59,15 +62,15 @@ def hosts() -> Iterator[Hosts]:
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=_ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     assert process.stdout is not None and process.stderr is not None
-    if process.stdout.readline() != "ready\n":
-        text = process.stderr.read()
-        if process.wait() == _NO_HOSTS:
-            pytest.skip(text.strip().splitlines()[-1])
-        pytest.fail(text)
     try:
+        if process.stdout.readline() != "ready\n":
+            text = process.stderr.read()
+            if process.wait() == _NO_HOSTS:
+                pytest.skip(text.strip().splitlines()[-1])
+            pytest.fail(text)
         yield Hosts(process)
     finally:
-        process.kill()
+        process.terminate()
         process.communicate()
 
 
@@ -126,11 +129,12 @@ def test_uneven_tasks(hosts: Hosts, tmp_path: Path) -> None:
     assert sorted(found) == [f"n{place} of 3: all right" for place in ("1 0/2", "1 1/2", "2 0/1")]
 
 
-def test_dead_rank(hosts: Hosts, tmp_path: Path) -> None:
-    found = hosts.reports(tmp_path, f"{_SRUN} --ntasks-per-node=2 {{pe}}", "dead")
-    assert len(found) == 3
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_dead_rank(hosts: Hosts, per_host: int, tmp_path: Path) -> None:
+    found = hosts.reports(tmp_path, f"{_SRUN} --ntasks-per-node={per_host} {{pe}}", "dead")
+    assert len(found) == 2 * per_host - 1, found
     for text in found:
-        match = re.search(r"PeerLostError after (.*?) s: .*PE 3", text)
+        match = re.search(rf"PeerLostError after (.*?) s: .*PE {2 * per_host - 1}", text)
         assert match and float(match[1]) < SECONDS + SLACK, text
 
 

@@ -58,6 +58,7 @@ def _patient(folder: Path) -> None:
 def _dead(folder: Path) -> str:
     _patient(folder)
     if po.rank() == po.world_size() - 1:
+        wait_for(lambda: len(list(folder.glob("*.joined"))) == po.world_size())  # its signals have arrived
         os.kill(os.getpid(), signal.SIGKILL)
     return _until_it_fails()
 
