@@ -7,7 +7,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-# Tests start many processes: without bytecode each would compile the package anew.
+# Tests start many processes: without bytecode each would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= python3

@@ -217,7 +217,9 @@ class GpuBackend:
         self._side_stream = outcome[1]
 
         interface = meeting_interface(bootstrap)
-        _log.debug("persistent_ops: NVSHMEM's PEs meet over %s", interface or "an interface of its choice")
+        if not bootstrap.single_host:
+            name = "an interface of NVSHMEM's choice" if interface is None else " ".join(interface)
+            _log.info("persistent_ops: NVSHMEM's PEs meet over %s", name)
         with NvshmemVariables(heap_bytes, interface):
             self._start(bootstrap, timeout)
         self.heap_base = int(self._buffer.handle)
@@ -337,7 +339,7 @@ class GpuBackend:
                 f"{shape.arena_bytes} bytes of shared memory for {request.name}",
             )
         loaded = _GpuKernel(self, code, kernel, request)
-        loaded.footprint()  # loads the code now: a lazy load after a spinning kernel would deadlock
+        loaded.footprint()  # loads the code now: a lazy load would wait for a kernel that spins
         return loaded
 
     def use_in_this_thread(self) -> None:
