@@ -29,6 +29,7 @@ from .api import (
 from .ops import (
     all_reduce as all_reduce,
     embedding_all_to_all as embedding_all_to_all,
+    gemm as gemm,
     gemv as gemv,
     gemv_all_reduce as gemv_all_reduce,
     sparse_all_reduce as sparse_all_reduce,

@@ -28,6 +28,15 @@ class Cluster {
 #endif
   }
 
+  // The same without an order of accesses: no WG goes on before all have come.
+  PO_FN void meet() const {
+#if PO_ON_DEVICE
+    asm volatile("barrier.cluster.arrive.relaxed;\n barrier.cluster.wait.acquire;" ::: "memory");
+#else
+    sync();
+#endif
+  }
+
   // The address, in the shared memory of the WG with this rank, of the object that lies at `own` in this WG's. A WG
   // must not end while another one uses its memory: a sync comes before.
   template <class T>
@@ -41,7 +50,38 @@ class Cluster {
 #endif
   }
 
-  // Starts a handover in which tiles arrive. One thread; a sync of the cluster must follow.
+  // Arrives at a handover of the WG with this rank. On the GPU it orders nothing: it is for a thread whose reads of
+  // shared memory are those of its products, which it has awaited, and for a WG that lets tiles be copied there. A
+  // release would be a fence of the whole GPU for each stage, which costs a quarter of a matrix product's speed.
+  PO_FN void arrive(Handover& own, int rank) const {
+#if PO_ON_DEVICE
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there]; }" ::"r"(own.address()),
+        "r"(rank)
+        : "memory");
+#else
+    of(&own, rank)->arrive();
+#endif
+  }
+
+  // Stores four numbers to the shared memory of the WG with this rank. They arrive in a round of `landed` there, as
+  // tiles do. `own`, `landed`: the same objects in this WG.
+  PO_FN void store_async(float* own, int rank, const float (&values)[4], Handover& landed) const {
+#if PO_ON_DEVICE
+    asm volatile(
+        "{ .reg .b32 there, round; mapa.shared::cluster.u32 there, %0, %2; mapa.shared::cluster.u32 round, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [there], {%3, %4, %5, %6}, [round]; }" ::"r"(
+            static_cast<uint32_t>(__cvta_generic_to_shared(own))),
+        "r"(landed.address()), "r"(rank), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+        : "memory");
+#else
+    __builtin_memcpy(of(own, rank), values, sizeof(values));
+    of(&landed, rank)->tile_has_come(sizeof(values));
+#endif
+  }
+
+  // Starts a handover in which tiles arrive. One thread; a sync, or a meeting, of the cluster must follow.
   PO_FN void start(Handover& handover, int arrivals_per_round) const {
     handover.start(arrivals_per_round);
 #if PO_ON_DEVICE

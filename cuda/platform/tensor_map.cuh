@@ -5,6 +5,7 @@
 
 #include "platform/cluster.cuh"
 #include "platform/describe.cuh"
+#include "platform/memory.cuh"
 
 namespace po {
 
@@ -33,13 +34,23 @@ PO_FN constexpr uint32_t swizzled(uint32_t offset, uint32_t swizzle_bytes) {
 }
 
 #if !PO_ON_DEVICE
-inline void copy_box(const HostTensorMap& map, int64_t row, int64_t column, uint8_t* tile) {
-  if (column * map.element_bytes % 16 != 0) __builtin_trap();  // an illegal instruction for the copy engine
-  for (int64_t i = 0; i < map.box_rows * map.box_row_bytes; ++i) {
-    const int64_t y = row + i / map.box_row_bytes, x = column * map.element_bytes + i % map.box_row_bytes;
-    const bool is_inside = 0 <= y && y < map.rows && 0 <= x && x < map.row_bytes;
-    tile[swizzled(static_cast<uint32_t>(i), static_cast<uint32_t>(map.swizzle_bytes))] =
-        is_inside ? map.base[y * map.row_stride + x] : 0;
+// Calls it for each 16 bytes of a box: with their place in the tile, those of the matrix, and how many of them are
+// inside of it.
+template <class Body>
+void for_each_unit_of_box(const TensorMap& map, int64_t row, int64_t column, const Body& body) {
+  HostTensorMap host;
+  __builtin_memcpy(&host, &map, sizeof(host));
+  const int64_t first = column * host.element_bytes;
+  if (first % 16 != 0) __builtin_trap();  // an illegal instruction for the copy engine
+  for (int64_t i = 0; i < host.box_rows; ++i) {
+    const bool is_inside = 0 <= row + i && row + i < host.rows;
+    const uint8_t* line = host.base + (row + i) * host.row_stride;
+    for (int64_t at = 0; at < host.box_row_bytes; at += 16) {
+      const int64_t x = first + at, rest = is_inside && x >= 0 ? host.row_bytes - x : 0;
+      const auto place = static_cast<uint32_t>(i * host.box_row_bytes + at);
+      body(swizzled(place, static_cast<uint32_t>(host.swizzle_bytes)), line + x,
+           static_cast<size_t>(max_of<int64_t>(0, min_of<int64_t>(16, rest))));
+    }
   }
 }
 #endif
@@ -56,26 +67,75 @@ PO_FN void copy_tile_async(const TensorMap& map, int row, int column, uint8_t* t
       "l"(&map), "r"(column), "r"(row), "r"(landed.address())
       : "memory");
 #else
-  HostTensorMap host;
-  __builtin_memcpy(&host, &map, sizeof(host));
-  copy_box(host, row, column, tile);
-  landed.tile_has_come(static_cast<uint32_t>(host.box_rows * host.box_row_bytes));
+  uint32_t bytes = 0;
+  for_each_unit_of_box(map, row, column, [&](uint32_t place, const uint8_t* unit, size_t count) {
+    memset(tile + place, 0, 16);
+    memcpy(tile + place, unit, count);
+    bytes += 16;
+  });
+  landed.tile_has_come(bytes);
 #endif
 }
 
-// The same to all WGs of the cluster: to the same place in each, and in a round of the same handover.
-PO_FN void multicast_tile_async([[maybe_unused]] const Cluster& cluster, const TensorMap& map, int row, int column,
-                                uint8_t* tile, Handover& landed) {
+// The same to `count` WGs of the cluster, from rank `first` on: to the same place in each, and in a round of the same
+// handover.
+PO_FN void multicast_tile_async([[maybe_unused]] const Cluster& cluster, int first, int count, const TensorMap& map,
+                                int row, int column, uint8_t* tile, Handover& landed) {
 #if PO_ON_DEVICE
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(tile))),
-      "l"(&map), "r"(column), "r"(row), "r"(landed.address()), "h"(static_cast<uint16_t>((1 << Cluster::kSize) - 1))
+      "l"(&map), "r"(column), "r"(row), "r"(landed.address()), "h"(static_cast<uint16_t>(((1 << count) - 1) << first))
       : "memory");
 #else
-  for (int rank = 0; rank < Cluster::kSize; ++rank) {
+  for (int rank = first; rank < first + count; ++rank) {
     copy_tile_async(map, row, column, cluster.of(tile, rank), *cluster.of(&landed, rank));
   }
+#endif
+}
+
+PO_FN void multicast_tile_async(const Cluster& cluster, const TensorMap& map, int row, int column, uint8_t* tile,
+                                Handover& landed) {
+  multicast_tile_async(cluster, 0, Cluster::kSize, map, row, column, tile, landed);
+}
+
+// Brings a map to the copy engine's cache.
+PO_FN void prefetch_map([[maybe_unused]] const TensorMap& map) {
+#if PO_ON_DEVICE
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+#endif
+}
+
+// Lets copies from shared memory to a matrix see what this thread has stored there. A sync with the thread that starts
+// them must follow.
+PO_FN void show_to_copies() {
+#if PO_ON_DEVICE
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Starts to copy a box from `tile` in this WG's shared memory to a matrix. Parts outside of the matrix are left out. One
+// thread, which has seen what others stored. The copy is a batch of its own.
+PO_FN void copy_tile_back_async(const TensorMap& map, int row, int column, const uint8_t* tile) {
+#if PO_ON_DEVICE
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n cp.async.bulk.commit_group;" ::"l"(
+          &map),
+      "r"(column), "r"(row), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(tile)))
+      : "memory");
+#else
+  for_each_unit_of_box(map, row, column, [&](uint32_t place, const uint8_t* unit, size_t count) {
+    memcpy(const_cast<uint8_t*>(unit), tile + place, count);
+  });
+#endif
+}
+
+// Returns when all but this thread's last `kPending` copies to a matrix have read shared memory. The end of the kernel
+// completes them.
+template <int kPending>
+PO_FN void await_tiles_read() {
+#if PO_ON_DEVICE
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 #endif
 }
 

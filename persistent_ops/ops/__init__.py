@@ -4,6 +4,7 @@ from .all_reduce import all_reduce as all_reduce
 from .embedding.all_to_all import embedding_all_to_all as embedding_all_to_all
 from .embedding.backward import EmbeddingOptimizer as EmbeddingOptimizer
 from .embedding.inputs import EmbeddingInputs as EmbeddingInputs
+from .gemm import gemm as gemm
 from .gemv import gemv as gemv
 from .gemv_all_reduce import gemv_all_reduce as gemv_all_reduce
 from .sparse_all_reduce import sparse_all_reduce as sparse_all_reduce

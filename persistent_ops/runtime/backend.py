@@ -34,6 +34,7 @@ class LaunchShape:
         arena_alignment: of that memory, in bytes, on the host too.
         overlaps_predecessor: whether launches may begin before the kernel before them on the stream has ended. The
             kernel must wait for that end itself.
+        is_resident: whether a grid must be resident as a whole, since its WGs wait for each other or for peers.
         links_nvshmem: whether the kernel can put to peers that it does not reach by stores: it is then compiled with
             NVSHMEM's device library for a team that has such peers. Other kernels refuse such a team.
     """
@@ -44,6 +45,7 @@ class LaunchShape:
     arena_bytes: int = 0
     arena_alignment: int = 128
     overlaps_predecessor: bool = False
+    is_resident: bool = True
     links_nvshmem: bool = True
 
 

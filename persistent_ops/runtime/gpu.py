@@ -135,7 +135,7 @@ class _GpuKernel:
             attributes.append(clusters)
         # A cooperative launch begins as a whole, and no other one may become resident beside it (cuda/DESIGN.md,
         # "Launches side by side").
-        if not (is_beside or leaves_room or begins_early):
+        if self._shape.is_resident and not (is_beside or leaves_room or begins_early):
             cooperative = driver.CUlaunchAttribute()
             cooperative.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
             cooperative.value.cooperative = 1

@@ -19,8 +19,8 @@ def check_apart(
 
     Args:
         name: of the argument that is written.
-        written: contiguous, as all others.
-        read: by argument, what must not overlap it at all; None is none.
+        written: contiguous.
+        read: by argument, what must not overlap it at all, from its first byte to its last; None is none.
         may_be: by argument, what it may be itself, from the first byte to the last.
 
     Raises:
@@ -45,5 +45,8 @@ def check_apart(
 
 def _shares(tensor: torch.Tensor, begin: int, end: int) -> bool:
     """Return whether a tensor has some of the bytes from `begin` to `end`."""
-    first = tensor.data_ptr()
-    return first < end and begin < first + (nbytes := tensor.nbytes) and begin < end and nbytes > 0
+    first, nbytes = tensor.data_ptr(), tensor.nbytes
+    if nbytes and not tensor.is_contiguous():
+        span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        nbytes = (span + 1) * tensor.element_size()
+    return first < end and begin < first + nbytes and begin < end and nbytes > 0

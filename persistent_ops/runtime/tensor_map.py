@@ -13,7 +13,7 @@ from .dtypes import SCALARS
 __all__ = ["TENSOR_MAP", "TensorMaps"]
 
 TENSOR_MAP = "platform/tensor_map.cuh"
-_MOST_MAPS = 256  # that are kept: some KB
+_MOST_MAPS = 4096  # that are kept: some MB. A model's layers have several each
 _UNIT = 16  # bytes: what the copy engine reads at least, and what rows and addresses are multiples of
 _MOST_BOX = 256  # rows, and columns
 _SWIZZLES = (0, 32, 64, 128)

@@ -169,9 +169,9 @@ def _refused_maps() -> None:
     for kind, text, given in wrong:
         with pytest.raises(kind, match=text):
             find(*given)
-    for rows in range(1, 300):
-        find(matrix[: 1 + rows % 64], (1 + rows // 64, 32))
-    assert len(current().backend._tensor_maps._maps) == 256  # type: ignore[attr-defined]
+    for number in range(5000):
+        find(matrix[: 1 + number % 64], (1 + number // 64, 32))
+    assert len(current().backend._tensor_maps._maps) == 4096  # type: ignore[attr-defined]
 
 
 @pytest.mark.host

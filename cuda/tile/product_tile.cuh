@@ -1,0 +1,218 @@
+// A tile of a matrix product: a WG's warps add it up in fp32, step by step, from tiles of the factors in shared memory,
+// and store it as rounded elements. On GPUs by the tensor cores of two warpgroups (platform/warpgroup.cuh); on the host
+// each thread has some of the rows.
+//
+// A factor's tile is made of boxes, as `copy_tile_async` brings them. A box has kDepth elements in a row, on GPUs with a
+// swizzle of 128 bytes. If the factor is "along", rows of its boxes are along the sum: row i of A (column j of B) is row i
+// of the one box. Otherwise a row of a box is an element of the sum, and boxes of kDepth rows (columns) follow each other.
+#pragma once
+
+#include "platform/groups.cuh"
+#include "platform/tensor_map.cuh"
+#include "platform/warpgroup.cuh"
+
+namespace po {
+
+// Bytes of a factor's tile of so many rows (columns).
+constexpr int factor_bytes(int rows, int depth, bool is_along) {
+  return (is_along ? rows : ceil_div(rows, depth) * depth) * depth * 2;
+}
+
+// Columns of a piece of a tile (see below) on GPUs.
+constexpr int piece_columns(int columns, int parts) {
+  return columns / parts % 64 == 0 ? 64 : columns / parts % 32 == 0 ? 32 : 16;
+}
+
+// `kParts`: WGs that add up different parts of a tile's sums (1 or 2). Each then finishes its own half of the tile.
+template <class Element, int kTileRows, int kTileColumns, int kTileDepth, bool kAAlong, bool kBAlong, int kParts>
+class ProductTile {
+  using Storage = typename Element::Storage;
+  static_assert(sizeof(Storage) == 2);
+
+ public:
+  static constexpr int kRows = kTileRows;
+  static constexpr int kColumns = kTileColumns;
+  static constexpr int kDepth = kTileDepth;  // of a step
+  static constexpr bool kIsAAlong = kAAlong;
+  static constexpr bool kIsBAlong = kBAlong;
+  static constexpr int kBoxBytes = kDepth * kDepth * 2;  // of one that is not along
+  static constexpr int kABytes = factor_bytes(kRows, kDepth, kIsAAlong);
+  static constexpr int kBBytes = factor_bytes(kColumns, kDepth, kIsBAlong);
+
+#if PO_ON_DEVICE
+
+  static constexpr int kWarps = 8;  // that add up
+  // A warp rounds and stores so many rows and columns at a time.
+  static constexpr int kPieceRows = 16;
+  static constexpr int kPieceColumns = piece_columns(kColumns, kParts);
+  static_assert(kDepth == 64 && kRows % 128 == 0 && kColumns / kParts % 16 == 0);
+
+  PO_FN explicit ProductTile(const WorkGroup& wg) : warp_(wg.warp_index()), lane_(Warp().rank()) {}
+
+  static PO_FN int num_warps(const WorkGroup&) { return kWarps; }
+
+  // Divides the registers of 12 warps, at the beginning: four of them do not add up.
+  static PO_FN void take_room() { take_registers<232>(); }
+  static PO_FN void leave_room() { leave_registers<40>(); }
+
+  // Starts to add a step; `is_added`: to earlier ones.
+  PO_FN void multiply(const uint8_t* a, const uint8_t* b, bool is_added) {
+    const uint64_t a_tile = tile_descriptor(a + warp_ / 4 * kSlabs * kSlabBytes, 0);
+    const uint64_t b_tile = tile_descriptor(b, kIsBAlong ? 0 : kBoxBytes);
+    begin_products();
+    PO_UNROLL
+    for (int k = 0; k < kDepth / 16; ++k) {
+      PO_UNROLL
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        WarpgroupProduct<kColumns>::template add<Element, !kIsAAlong, !kIsBAlong>(
+            sums_[slab], a_tile + ((slab * kSlabBytes + k * (kIsAAlong ? 32 : 2048)) >> 4),
+            b_tile + ((k * (kIsBAlong ? 32 : 2048)) >> 4), is_added || k > 0);
+      }
+    }
+    commit_products();
+  }
+
+  // Returns when the tiles of all steps but the last `kPending` have been read; with 0, the sums are there.
+  template <int kPending>
+  PO_FN void settle() {
+    await_products<kPending>();
+  }
+
+  // Adds value(column) to each column.
+  template <class Value>
+  PO_FN void add_to_columns(const Value& value) {
+    PO_UNROLL
+    for (int i = 0; i < kColumns / 4; ++i) {
+      const float added = value(i / 2 * 8 + lane_ % 4 * 2 + i % 2);
+      PO_UNROLL
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        sums_[slab][i / 2 * 4 + i % 2] += added;
+        sums_[slab][i / 2 * 4 + i % 2 + 2] += added;
+      }
+    }
+  }
+
+  // Calls body(row, column, round) for each of this warp's pieces, which the WG with this part finishes. round(bytes)
+  // writes the piece to shared memory, rounded, as a box with a swizzle of its rows' bytes.
+  template <class Body>
+  PO_FN void for_each_piece(int part, const Body& body) {
+    PO_UNROLL
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      PO_UNROLL
+      for (int first = 0; first < kColumns; first += kPieceColumns) {
+        if (kParts > 1 && first * kParts / kColumns != part) continue;
+        const int row = (warp_ / 4 * kSlabs + slab) * 64 + warp_ % 4 * kPieceRows;
+        body(row, first, [&](uint8_t* piece) {
+          PO_UNROLL
+          for (int column = 0; column < kPieceColumns; column += 16) {
+            const int byte = lane_ % 16 * kPieceColumns * 2 + column * 2 + lane_ / 16 * 16;
+            store_rounded<Element>(piece + swizzled(static_cast<uint32_t>(byte), kPieceColumns * 2),
+                                   &sums_[slab][(first + column) / 2]);
+          }
+        });
+      }
+    }
+  }
+
+  // Calls body(place, values) for each four sums of a half of the tile's columns. Threads of different WGs that have the
+  // same number have the same sums at the same place.
+  template <class Body>
+  PO_FN void for_each_four_of_half(int half, const Body& body) {
+    static_assert(kSlabs == 1);
+    PO_UNROLL
+    for (int i = 0; i < kColumns / 4; i += 4) {
+      const int place = i * kWarps * kWarpSize + (warp_ * kWarpSize + lane_) * 4;
+      float values[4];
+      PO_UNROLL
+      for (int j = 0; j < 4; ++j) values[j] = half == 0 ? sums_[0][i + j] : sums_[0][kColumns / 4 + i + j];
+      body(place, values);
+      PO_UNROLL
+      for (int j = 0; j < 4; ++j) (half == 0 ? sums_[0][i + j] : sums_[0][kColumns / 4 + i + j]) = values[j];
+    }
+  }
+
+ private:
+  static constexpr int kSlabs = kRows / 128;  // of 64 rows, of each warpgroup
+  static constexpr int kSlabBytes = 64 * kDepth * 2;
+
+  float sums_[kSlabs][kColumns / 2];
+  int warp_, lane_;
+
+#else
+
+  static constexpr int kPieceRows = 1;
+  static constexpr int kPieceColumns = kColumns;
+  static_assert(kColumns == kDepth);
+
+  explicit ProductTile(const WorkGroup& wg) : thread_(wg.rank()), num_threads_(num_warps(wg)) {}
+
+  // One thread loads, unless the WG has no other.
+  static int num_warps(const WorkGroup& wg) { return max_of(1, wg.size() - 1); }
+
+  static void take_room() {}
+  static void leave_room() {}
+
+  void multiply(const uint8_t* a, const uint8_t* b, bool is_added) {
+    for (int row = thread_; row < kRows; row += num_threads_) {
+      for (int column = 0; column < kColumns; ++column) {
+        float sum = is_added ? sums_[row][column] : 0;
+        for (int k = 0; k < kDepth; ++k) {
+          sum += element(a, kIsAAlong, row, k) * element(b, kIsBAlong, column, k);
+        }
+        sums_[row][column] = sum;
+      }
+    }
+  }
+
+  template <int kPending>
+  void settle() {}
+
+  template <class Value>
+  void add_to_columns(const Value& value) {
+    for (int row = thread_; row < kRows; row += num_threads_) {
+      for (int column = 0; column < kColumns; ++column) sums_[row][column] += value(column);
+    }
+  }
+
+  template <class Body>
+  void for_each_piece(int part, const Body& body) {
+    for (int row = thread_; row < kRows; row += num_threads_) {
+      if (row * kParts / kRows != part) continue;
+      body(row, 0, [&](uint8_t* piece) {
+        for (int column = 0; column < kColumns; ++column) {
+          const Storage rounded = Element::from_float(sums_[row][column]);
+          memcpy(piece + column * 2, &rounded, 2);
+        }
+      });
+    }
+  }
+
+  template <class Body>
+  void for_each_four_of_half(int half, const Body& body) {
+    for (int row = thread_; row < kRows; row += num_threads_) {
+      if (row * 2 / kRows != half) continue;
+      for (int column = 0; column < kColumns; column += 4) {
+        float values[4];
+        memcpy(values, &sums_[row][column], sizeof(values));
+        body(row % (kRows / 2) * kColumns + column, values);
+        memcpy(&sums_[row][column], values, sizeof(values));
+      }
+    }
+  }
+
+ private:
+  static float element(const uint8_t* tile, bool is_along, int number, int k) {
+    const int box = is_along ? 0 : number / kDepth, row = is_along ? number : k,
+              column = is_along ? k : number % kDepth;
+    Storage value;
+    memcpy(&value, tile + box * kBoxBytes + (row * kDepth + column) * 2, 2);
+    return Element::to_float(value);
+  }
+
+  float sums_[kRows][kColumns];
+  int thread_, num_threads_;
+
+#endif
+};
+
+}  // namespace po
