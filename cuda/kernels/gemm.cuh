@@ -85,6 +85,7 @@ struct Kernel {
     ProductAdder<Traits> adder(wg, call.product);
     ProductStore<Traits> output(wg, call.output);
     while (!adder.is_over()) {
+      const TaskTrace trace(false);
       const ProductTiles::Place begin = adder.begin();
       adder.add_up([&] {
         if constexpr (!PO_ON_DEVICE) {

@@ -21,11 +21,12 @@ namespace po {
 
 // What is multiplied.
 struct Product {
-  TensorMap a;         // in boxes of a tile's rows, or of a step's depth if not along
-  TensorMap b;         // in boxes of the part of a tile that a WG brings
-  ProductTiles tiles;  // `rows`: of clusters
+  TensorMap a;          // in boxes of a tile's rows, or of a step's depth if not along
+  TensorMap b;          // in boxes of the part of a tile that a WG brings
+  ProductTiles tiles;   // `rows`: of clusters
+  uint32_t step_bytes;  // of the boxes of a step
 };
-PO_DESCRIBE(Product, a, b, tiles)
+PO_DESCRIBE(Product, a, b, tiles, step_bytes)
 
 inline constexpr int kProductThreads = 384;  // on GPUs: two warpgroups that multiply, and one whose first thread loads
 inline constexpr int kProductWarps = 8;      // that multiply
@@ -162,7 +163,7 @@ class ProductLoader {
     uint8_t* a = arena_.stages[at_.stage()];
     Handover& full = arena_.full[at_.stage()];
     arena_.empty[at_.stage()].await(at_.round() - 1);  // @stage-empty: at first all are
-    full.arrive_behind_tiles(Traits::kStageBytes);
+    full.arrive_behind_tiles(product_.step_bytes);
     load_b(k, a + Tile::kABytes, full);  // first: with few rows it comes from further away
     if constexpr (Tile::kIsAAlong) {
       copy_tile_async(product_.a, row_, k, a, full);

@@ -126,16 +126,23 @@ gemm.last_path = None  # type: ignore[attr-defined]
 
 # ---- the tile for a shape ------------------------------------------------------------------------------------------
 
-_WIDTHS = (64, 80, 96, 112, 128, 160, 192, 224, 256)
+# Measured on an H200.
+_STEP_CYCLES = 36  # of a step, beside those of the tensor cores
+_LOADED_BYTES_PER_CYCLE = 47  # of an SM, from the L2 cache
+_BYTES_PER_CYCLE = 2200  # of all SMs, from memory
 _CANDIDATES = (
-    *itertools.product((128,), _WIDTHS, (1, 2), (1,)),
+    *itertools.product((128,), range(64, 257, 16), (1, 2), (1,)),
     (256, 160, 2, 1),
-    *itertools.product((128,), (64, 96, 128), (1, 2), (2,)),
+    *itertools.product((128,), range(64, 257, 32), (1,), (2,)),
 )
 
 
 def choose_tile(shape: Shape, tuning: Tuning, *, num_sms: int, arena_bytes: int) -> Tile:
     """Return the tile that is expected to be the fastest on a Hopper GPU with so many SMs, each with so many bytes."""
+    allowed = {"rows": (128, 256), "columns": range(64, 257, 16), "sharing": (1, 2), "parts": (1, 2)}
+    for name, values in allowed.items():
+        if (value := getattr(tuning, name)) is not None and value not in values:
+            raise ValueError(f"{name}: expected one of {', '.join(map(str, values))}, got {value}")
     found = []
     for rows, columns, sharing, parts in _CANDIDATES:
         tile = Tile(tuning.rows or rows, tuning.columns or columns, tuning.sharing or sharing, tuning.parts or parts, 0)
@@ -144,8 +151,8 @@ def choose_tile(shape: Shape, tuning: Tuning, *, num_sms: int, arena_bytes: int)
         if tile.stages >= 2 and (cycles := _cycles(tile, shape, num_sms)) is not None:
             found.append((cycles, tile))
     if not found:
-        raise ValueError(f"gemm: no tile suits {shape} with {tuning}")
-    return min(found)[1]
+        raise ValueError(f"no tile suits {shape} with {tuning}")
+    return min(found, key=lambda each: (each[0], -each[1].sharing))[1]
 
 
 def _stages_of(tile: Tile, shape: Shape, arena_bytes: int) -> int:
@@ -160,13 +167,17 @@ def _cycles(tile: Tile, shape: Shape, num_sms: int) -> float | None:
     steps = math.ceil(shape.depth / _DEPTH)
     num_clusters = num_sms // tile.cluster
     tiles = math.ceil(shape.rows / (tile.rows * tile.sharing)) * math.ceil(shape.columns / tile.columns)
-    if steps < tile.parts or (tile.parts > 1 and tiles > num_clusters):
+    if not num_clusters or steps < tile.parts or (tile.parts > 1 and tiles > num_clusters):
         return None
     products = tile.rows * tile.columns / 32  # of the tensor cores, in a step
     loaded = (min(tile.rows, shape.rows) + tile.columns / tile.sharing) * 2 * _DEPTH
-    step = max(products + 20, loaded / 42)
+    step = max(products + _STEP_CYCLES, loaded / _LOADED_BYTES_PER_CYCLE)
     waves = math.ceil(tiles / num_clusters)
-    return waves * (math.ceil(steps / tile.parts) * step + 2 * products) + 2500 * tile.parts
+    from_memory = 2 * (shape.rows + shape.columns) * shape.depth / _BYTES_PER_CYCLE
+    piece = OPERATOR.description.queries["piece_columns"](tile.columns, tile.parts)
+    stored = 800 + tile.columns / tile.parts / piece * (200 + 5 * piece) * tile.rows / 128
+    exchanged = 0 if tile.parts == 1 else 500 + tile.rows * tile.columns / 8
+    return max(waves * math.ceil(steps / tile.parts) * step, from_memory) + waves * stored + exchanged
 
 
 # ---- plan ----------------------------------------------------------------------------------------------------------
@@ -249,14 +260,21 @@ class _Plan(Plan):
             kernel_request(key.dtype, shape, tile, depth=depth, has_bias=key.has_bias), world.alone
         )
         self._a_along, self._b_along = shape.a_along, shape.b_along
-        self._a_box = (tile.rows if shape.a_along else depth, depth)
+        # Rows that do not exist are slow to load. The sums of rows that are not loaded are not stored.
+        a_rows = min(tile.rows, math.ceil(shape.rows / 8) * 8) if shape.a_along else depth
+        self._a_box = (a_rows, depth)
         self._b_box = (tile.columns // tile.sharing, depth) if shape.b_along else (depth // tile.sharing, depth)
         self._piece = piece
         self._swizzle, self._piece_swizzle = ((n if (n := width * 2) > _UNIT else 0) for width in (depth, piece[1]))
         self._words = upload(backend, structs["Plan"](team=world.workspace.team(OPERATOR.contract(world.alone))))
         self._address = self._words.data_ptr()
         tiles = structs["ProductTiles"](rows=rows, columns=columns, band=tuning.band or _BAND, steps=steps)
-        self._template = structs["Call"](columns=shape.columns, product=structs["Product"](tiles=tiles))
+        missing = (tile.rows - a_rows) * depth * 2 if shape.a_along else 0
+        geometry = OPERATOR.description.queries["stage_bytes"]
+        stage_bytes = geometry(tile.rows, tile.columns, depth, shape.a_along, shape.b_along) - missing
+        self._template = structs["Call"](
+            columns=shape.columns, product=structs["Product"](tiles=tiles, step_bytes=stage_bytes)
+        )
 
     def launch(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Launch on the current stream."""

@@ -264,6 +264,8 @@ def _memo_key(*parts: object) -> tuple[Any, ...]:
 # The two compilers
 # ---------------------------------------------------------------------------------------------------------------------
 
+# What the assembler prints where it ignores setmaxnreg, or makes products of a warpgroup wait for each other.
+_SLOW_PRODUCTS = re.compile(r"\(C75\d\d\).*")
 _HOST_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 # A sum must have the same bits on every machine: no fused multiply-add where the source has two operations.
 _HOST_ARITHMETIC = ("-ffp-contract=off",)
@@ -411,6 +413,8 @@ def compile_cuda(
         unchanged=lambda: _scan(root, source.entry) == sources,
     )
     path, manifest = fetch(job)
+    if slow := _SLOW_PRODUCTS.search(manifest["log"]):
+        raise CompileError(f"compiling {source.entry} for {arch}: the tensor cores would wait: {slow.group(0)}")
     binary = CudaBinary(path, arch, _parse_resources(manifest["log"]), manifest["log"])
     _memo[memo_key] = (path, binary)
     return binary
