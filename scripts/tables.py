@@ -25,6 +25,7 @@ import all_reduce
 import dlrm_embedding
 import embedding.methods
 import embedding_backward
+import gemm
 import gemv.methods
 import row_parallel_linear
 import sparse.methods
@@ -252,6 +253,16 @@ def _gemv_tables(run: Run) -> list[str]:
     return [_table([*head, *[labels[name] for name in baselines], speedup, f"{speedup}, with prefetch"], rows)]
 
 
+def _gemm_tables(run: Run) -> list[str]:
+    """Return a table for each load."""
+    tables = []
+    for load in unique(select(run.lines, "time"), "load"):
+        by_shape = _by(select(run.lines, "time", load=load), "shape")
+        rows = [[f"`{shape}`", *gemm.cells(by_method)] for shape, by_method in by_shape.items()]
+        tables.append(_table([f"us, {load}, {pes_text(run.pes)}", *gemm.COLUMNS], rows))
+    return tables
+
+
 def _all_reduce_tables(run: Run) -> list[str]:
     return [_sums_table(run, norms=norms) for norms in (False, True)]
 
@@ -359,6 +370,7 @@ _TABLES: dict[str, Callable[[Run], list[str]]] = {
     "dlrm_train": _dlrm_train_tables,
     "embedding_all_to_all": _embedding_tables,
     "embedding_backward": _backward_tables,
+    "gemm": _gemm_tables,
     "gemv_all_reduce": _gemv_tables,
     "all_reduce": _all_reduce_tables,
     "row_parallel_linear": _row_parallel_tables,

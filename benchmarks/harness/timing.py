@@ -29,6 +29,7 @@ __all__ = [
 _MAX_REPLAYS = 500
 _BATCH = 100  # replays timed one by one between two looks at the clock: fewer than a stream's queue holds
 _BATCH_CYCLES = 3_000_000  # about 1.6 ms on H200, in which the host queues a batch
+_CYCLES_PER_SECOND = 1.9e9  # about an H200's that sleeps
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,18 @@ def record(world: World, calls: Sequence[Callable[[], object]], *, stream: torch
     return Subject(graph.replay, len(calls))
 
 
-def _burst_seconds(world: World, replay: Callable[[], object], replays: int) -> float:
-    """Return the seconds that `replays` replays take on this PE, after one that lets all PEs begin together."""
+def _burst_seconds(world: World, replay: Callable[[], object], replays: int, pause: float = 0.0) -> float:
+    """Return the seconds that `replays` replays take on this PE.
+
+    They come after one that lets all PEs begin together, or after a pause of so many seconds.
+    """
     world.barrier()
-    replay()
+    if not pause:
+        replay()
+    elif world.backend.name == "cuda":
+        sleep_on_gpu(round(pause * _CYCLES_PER_SECOND))
+    else:
+        time.sleep(pause)
     if world.backend.name != "cuda":
         begin = time.perf_counter()
         for _ in range(replays):
@@ -106,7 +115,7 @@ def _burst_seconds(world: World, replay: Callable[[], object], replays: int) -> 
 
 
 def time_interleaved(
-    world: World, subjects: Mapping[str, Subject], *, rounds: int, burst_seconds: float
+    world: World, subjects: Mapping[str, Subject], *, rounds: int, burst_seconds: float, pauses: float = 0.0
 ) -> dict[str, list[float]]:
     """Time the subjects in turn, `rounds` times over, beginning each round with another one.
 
@@ -115,17 +124,19 @@ def time_interleaved(
         subjects: by name.
         rounds: times per subject.
         burst_seconds: a time is taken of a burst of replays that lasts at least about this long.
+        pauses: in which the GPU does nothing before each burst, in lengths of the burst; 0: a replay that is not timed.
 
     Returns:
         Seconds per call on this PE, one number per round, by name.
     """
-    replays = {}
+    replays, pause = {}, {}
     for name, subject in subjects.items():
         seconds = max(gather(_burst_seconds(world, subject.replay, 1)))
         replays[name] = min(max(math.ceil(burst_seconds / max(seconds, 1e-9)), 1), _MAX_REPLAYS)
+        pause[name] = pauses * seconds * replays[name]
     times: dict[str, list[float]] = {name: [] for name in subjects}
     for name in in_turn(subjects, rounds):
-        seconds = _burst_seconds(world, subjects[name].replay, replays[name])
+        seconds = _burst_seconds(world, subjects[name].replay, replays[name], pause[name])
         times[name].append(seconds / replays[name] / subjects[name].calls)
     return times
 

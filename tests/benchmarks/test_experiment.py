@@ -236,6 +236,7 @@ _SMALL = {
     "all_reduce": ("--sizes", "16K", "--calls", "3"),
     "embedding_all_to_all": ("--configs", "B512_T32_P10"),
     "embedding_backward": ("--configs", "B512_T32_P10"),
+    "gemm": ("--shapes", "16x32x24", "--loads", "sustained"),
     "gemv_all_reduce": ("--shapes", "8192x1024"),
     "sparse_all_reduce": ("--cases", "100kx512_4k_zipf", "--sweeps", "none"),
 }
@@ -248,6 +249,7 @@ _SMALL = {
         ("embedding_all_to_all", "fused", "a replay gives other bits than a call"),
         ("embedding_backward", "fused", "a replay: "),
         ("embedding_backward", "unfused_torch", "a replay: "),
+        ("gemm", "gemm", "a replay gives other bits than a call"),
         ("gemv_all_reduce", "gemv_alone", "a replay gives other bits than a call"),
     ],
 )
@@ -343,6 +345,11 @@ _WRONG = {
         "--max-rows 0": "--max-rows, --batch, --calls: expected numbers of at least 1",
         "--cases adagrad_zipf,rowwise_adagrad_zipf --beside": "--beside: expected --cases of one optimizer",
         "--cases rowwise_adagrad_fp16_zipf --replicated-rows 9": "--replicated-rows: tables of fp16",
+    },
+    "gemm": {
+        "--shapes 8x8": "--shapes: expected MxKxN or MxKxN_N",
+        "--shapes 8x12x8": "with multiples of 8 for K and N, got 8x12x8",
+        "--loads idle": "--loads: there is no idle",
     },
     "gemv_all_reduce": {
         "--shapes 1by1": "there is no 1by1",
