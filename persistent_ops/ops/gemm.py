@@ -343,7 +343,7 @@ def _run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch
     return out
 
 
-_warned: set[str] = set()
+_WARNED: set[str] = set()  # reasons that this process has been told
 
 
 def _by_torch(
@@ -352,8 +352,8 @@ def _by_torch(
     reason = (
         "rows of a, b or out do not begin at multiples of 16 bytes" if _has_kernel(world) else "this GPU's architecture"
     )
-    if out.numel() and a.shape[1] and reason not in _warned:
-        _warned.add(reason)
+    if out.numel() and a.shape[1] and reason not in _WARNED:
+        _WARNED.add(reason)
         _log.warning("persistent_ops: gemm takes torch's product: %s", reason)
     gemm.last_path = "torch"  # type: ignore[attr-defined]
     world.workspace.raise_failure()

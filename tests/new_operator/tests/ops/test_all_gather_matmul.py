@@ -289,7 +289,9 @@ _LATE_MEETING = (Drop("tile-free"), After("tile-landed", "cluster_.sync();"))
 WRONG = frozenset({Exit.WRONG_OUTPUT})
 _MUTATIONS = {
     "credits_are_not_awaited": Mutation((Drop("piece-credits"),), _LATE, RACE, may_crash=True),
-    "stores_before_all_credits_are_there": Mutation((Drop("piece-credits-sync"),), f"{_LATE} --threads=3", RACE),
+    "stores_before_all_credits_are_there": Mutation(
+        (Drop("piece-credits-sync"),), f"{_LATE} --threads=3", RACE, may_crash=True
+    ),
     "signals_before_all_have_stored": Mutation((Drop("piece-stored"),), "--pes=2 --threads=3", RACE),
     "pieces_are_not_awaited": Mutation((Drop("piece-await"),), _LATE, RACE),
     "multiplies_with_a_tile_that_has_not_come": Mutation((Drop("tile-landed"),), "--pes=1", RACE),
