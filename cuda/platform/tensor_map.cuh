@@ -55,6 +55,14 @@ void for_each_unit_of_box(const TensorMap& map, int64_t row, int64_t column, con
 }
 #endif
 
+// Lets tile copies that this thread starts see what it has acquired from other threads. Copies go through the async
+// proxy, and accesses to one place through two proxies are ordered by a proxy fence alone (PTX ISA, "Async proxy").
+PO_FN void see_in_tile_copies() {
+#if PO_ON_DEVICE
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
 // Starts to copy a box to `tile` in this WG's shared memory. The box begins at (row, column) of the map's matrix; parts
 // outside of the matrix become zero. The column is at a multiple of 16 bytes, and may be negative. The tile begins at a
 // multiple of 128, with a swizzle of 1024. The bytes arrive in a round of `landed`, which `Cluster::start` has started.
@@ -136,6 +144,14 @@ template <int kPending>
 PO_FN void await_tiles_read() {
 #if PO_ON_DEVICE
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// Returns when this thread's copies to a matrix are complete. They are then visible to this thread, so a flag that it
+// releases covers them, in a peer's memory too.
+PO_FN void await_tiles_written() {
+#if PO_ON_DEVICE
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #endif
 }
 
