@@ -20,7 +20,7 @@ from persistent_ops.runtime.errors import CompileError
 from persistent_ops.runtime.world import current, upload
 
 CUDA = Path(__file__).resolve().parents[2] / "cuda"
-GRID = 8
+GRIDS = {"host": 8, "cuda": 128}  # so many on a GPU that the copies queue: a flag can overtake them
 TIMEOUT_NS = 20 * 10**9  # of one wait; PEs that share a GPU with others take turns
 # In each round every WG sends a tile of 8 boxes to the same WG of the peer, which has two buffers for them. A flag of
 # round r also says that its sender has read the tile of round r - 1, so the flag of round r - 1 lets a PE send round r:
@@ -101,10 +101,10 @@ struct Kernel {
   }
 
  private:
-  // Different for all rounds, PEs, WGs and places: i < 1 << 14.
+  // At a place, different for all rounds.
   static PO_FN uint32_t word(uint64_t round, uint64_t pe, const WorkGroup& wg, int i) {
-    return static_cast<uint32_t>(round << 20 | pe << 19 | static_cast<uint64_t>(wg.index()) << 14) +
-           static_cast<uint32_t>(i);
+    const auto place = static_cast<uint32_t>(pe << 31 | static_cast<uint64_t>(wg.index()) << 16);
+    return static_cast<uint32_t>(round * 0x9e3779b9u) ^ (place | static_cast<uint32_t>(i));
   }
 
   static PO_FN int row(const WorkGroup& wg, uint64_t round) {
@@ -155,11 +155,12 @@ def _exchanged(root: Path, rounds: int, is_flag_early: bool) -> tuple[list[int],
     with _loading, mock.patch.object(jit, "kernel_source_root", return_value=root):
         kernel = backend.load(_request(is_flag_early=is_flag_early))
         structs = description_of("tile_order").structs
-    check_resident(kernel, GRID)
-    tiles, flags = po.empty(GRID * 2 * 64, 8 * 64, dtype=torch.bfloat16), po.empty(GRID, dtype=torch.int64)
+    grid = GRIDS[backend.name]
+    check_resident(kernel, grid)
+    tiles, flags = po.empty(grid * 2 * 64, 8 * 64, dtype=torch.bfloat16), po.empty(grid, dtype=torch.int64)
     tiles.zero_()
     flags.zero_()
-    found = torch.zeros(GRID + 1, dtype=torch.int64, device=backend.device)
+    found = torch.zeros(grid + 1, dtype=torch.int64, device=backend.device)
     plan = upload(backend, structs["Plan"]())
     call = structs["Call"](
         rounds=rounds,
@@ -168,12 +169,12 @@ def _exchanged(root: Path, rounds: int, is_flag_early: bool) -> tuple[list[int],
         flags=flags.data_ptr(),
         flags_of_peer=po.peer_view(flags, peer).data_ptr(),
         finished=found.data_ptr(),
-        wrong=found[GRID:].data_ptr(),
+        wrong=found[grid:].data_ptr(),
         tiles=backend.tensor_map(tiles, (64, 64)),
         tiles_of_peer=backend.tensor_map(po.peer_view(tiles, peer), (64, 64)),
     )
     po.barrier()
-    kernel.launch(GRID, plan.data_ptr(), call)
+    kernel.launch(grid, plan.data_ptr(), call)
     po.barrier()
     *finished, wrong = found.tolist()
     return finished, wrong
@@ -184,7 +185,7 @@ def _wrong_words(backend: str, root: Path, *, is_flag_early: bool) -> int:
         pytest.skip("needs the copy engine of sm_90")
     rounds = 20 if backend == "host" else 300
     results = in_world(_exchanged, 2, backend, root, rounds, is_flag_early, host_options={"wg_size": 3})
-    assert [finished for finished, _ in results] == [[rounds] * GRID] * 2, "a wait has timed out"
+    assert [finished for finished, _ in results] == [[rounds] * GRIDS[backend]] * 2, "a wait has timed out"
     return sum(wrong for _, wrong in results)
 
 
