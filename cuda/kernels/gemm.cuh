@@ -75,7 +75,7 @@ struct Kernel {
       while (Traits::loads(wg) && loader.load(no_gate)) {
       }
     }
-    if constexpr (Cluster::kSize > 1) Cluster(wg).meet();  // @product-meet: a neighbor may still bring tiles here
+    if constexpr (Cluster::kSize > 1) Cluster(wg).meet();  // a neighbor may still bring tiles here
   }
 
  private:

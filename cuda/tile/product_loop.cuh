@@ -68,6 +68,9 @@ struct ProductTraits {
 
     static PO_FN Arena& of(const WorkGroup& wg) { return *reinterpret_cast<Arena*>(wg.arena()); }
   };
+  static_assert(kStages >= 2, "a stage is given back after the next step has come");
+  static_assert((kParts == 1 || kParts == 2) && Cluster::kSize % kParts == 0);
+  static_assert(Tile::kColumns % kSharing == 0 && Tile::kDepth % kSharing == 0, "each WG brings as much of b");
   static_assert(!PO_ON_DEVICE || sizeof(Arena) <= kStages * kStageBytes + rest_bytes(Tile::kColumns, kParts));
   static_assert(kParts == 1 || Tile::kRows * Tile::kColumns * 2 <= kStages * kStageBytes, "half a tile, in fp32");
 
@@ -157,7 +160,7 @@ class ProductLoader {
       const ProductTiles::Place place = product_.tiles.place_of(at_.number());
       row_ = (place.row * Traits::kSharing + at_.sharer()) * Tile::kRows;
       column_ = place.column * Tile::kColumns;
-      gate(place);
+      gate(place);  // @product-gate
     }
     const int k = at_.step() * Tile::kDepth;
     uint8_t* a = arena_.stages[at_.stage()];
@@ -259,7 +262,7 @@ class ProductAdder {
  private:
   // Gives a stage back to all that bring something there. What nobody awaits is not sent: the WG may have left.
   PO_FN void release(int stage) {
-    if (awaited_-- <= 0) return;  // @arrival-awaited
+    if (awaited_-- <= 0) return;
     if constexpr (Traits::kSharing == 1) {
       if (warp_.rank() == 0) arena_.empty[stage].arrive();
     } else {
