@@ -21,7 +21,7 @@ from ..runtime.overlap import check_apart
 from ..runtime.plans import Plan
 from ..runtime.tensor_specs import TensorSpec, TensorSpecs
 from ..runtime.torch_library import TorchOperator
-from ..runtime.tuning import BoundedTuning
+from ..runtime.tuning import BoundedTuning, at_least
 from ..runtime.world import World, upload
 
 __all__ = ["OPERATOR", "Shape", "Tile", "Tuning", "choose_tile", "gemm", "kernel_request", "sample_requests"]
@@ -51,7 +51,7 @@ class Tuning(BoundedTuning):
     columns: int | None = None
     sharing: int | None = None
     parts: int | None = None
-    stages: int | None = None
+    stages: int | None = at_least(2, None)
     band: int | None = None
 
 
