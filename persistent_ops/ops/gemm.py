@@ -137,12 +137,15 @@ _CANDIDATES = (
 )
 
 
-def choose_tile(shape: Shape, tuning: Tuning, *, num_sms: int, arena_bytes: int) -> Tile:
-    """Return the tile that is expected to be the fastest on a Hopper GPU with so many SMs, each with so many bytes."""
+def _check(tuning: Tuning) -> None:
     allowed = {"rows": (128, 256), "columns": range(64, 257, 16), "sharing": (1, 2), "parts": (1, 2)}
     for name, values in allowed.items():
         if (value := getattr(tuning, name)) is not None and value not in values:
             raise ValueError(f"{name}: expected one of {', '.join(map(str, values))}, got {value}")
+
+
+def choose_tile(shape: Shape, tuning: Tuning, *, num_sms: int, arena_bytes: int) -> Tile:
+    """Return the tile that is expected to be the fastest on a Hopper GPU with so many SMs, each with so many bytes."""
     found = []
     for rows, columns, sharing, parts in _CANDIDATES:
         tile = Tile(tuning.rows or rows, tuning.columns or columns, tuning.sharing or sharing, tuning.parts or parts, 0)
@@ -238,6 +241,7 @@ class _Plan(Plan):
     def __init__(self, world: World, key: _Key) -> None:
         backend, structs = world.backend, OPERATOR.prepare(world).structs
         shape, tuning = key.shape, key.tuning or OPERATOR.default_tuning
+        _check(tuning)
         if backend.name == "host":  # small tiles, so that small matrices have many
             depth, tile = 8, Tile(8, 8, tuning.sharing or 1, tuning.parts or 1, tuning.stages or 2)
             piece = (1, tile.columns)

@@ -92,6 +92,7 @@ class _GpuKernel:
             self._occupancy(),
             overlaps=self._shape.overlaps_predecessor,
             cluster=self._shape.cluster,
+            is_resident=self._shape.is_resident,
         )
 
     def launch(self, grid: int, plan: int, call: ctypes.Structure, *, begins_early: bool = False) -> None:

@@ -39,6 +39,7 @@ class Footprint(NamedTuple):
         most: WGs that an SM holds when it holds nothing else.
         overlaps: whether launches begin before those in front of them have ended: two kernels may then fill an SM.
         cluster: WGs that become resident together, on SMs that lie near each other.
+        is_resident: whether its WGs wait for each other or for peers: see `LaunchShape`.
     """
 
     threads: int
@@ -47,6 +48,7 @@ class Footprint(NamedTuple):
     most: int
     overlaps: bool = False
     cluster: int = 1
+    is_resident: bool = True
 
     @property
     def registers_of_wg(self) -> int:
@@ -112,7 +114,12 @@ class Residency:
         self._beside: dict[str, dict[Footprint, int]] = {}  # by workspace
 
     def add(self, workspace: str, kernel: Footprint, grid: int) -> None:
-        """Take note of a launch; `workspace`: its name, "" for the world's own."""
+        """Take note of a launch; `workspace`: its name, "" for the world's own.
+
+        One that waits for nobody ends, and others then find the room that it had.
+        """
+        if not kernel.is_resident:
+            return
         noted = self._beside.setdefault(workspace, {}) if workspace else self._main
         noted[kernel] = max(grid, noted.get(kernel, 0))
 

@@ -6,6 +6,7 @@ inline constexpr int po::kClusterSize<> = DRIVER_CLUSTER;
 template <>
 inline constexpr int po::kArenaAlignment<> = 1024;
 
+#include "driver.h"
 #include "kernels/gemm.cuh"
 #include "product.h"
 

@@ -12,6 +12,8 @@ inline constexpr int po::kClusterSize<> = 2;
 template <>
 inline constexpr int po::kArenaAlignment<> = 1024;
 
+#include "driver.h"
+
 #include "comm/launch.cuh"
 #include "product.h"
 

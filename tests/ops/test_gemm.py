@@ -346,10 +346,22 @@ def test_tuning_is_taken() -> None:
     tile = choose_tile(shape, Tuning(rows=128, columns=96, sharing=1, parts=1, stages=3), **_H200)
     assert tile == Tile(128, 96, 1, 1, 3)
     assert choose_tile(shape, Tuning(), num_sms=1, arena_bytes=232448).cluster == 1
-    with pytest.raises(ValueError, match="columns: expected one of 64, 80"):
-        choose_tile(shape, Tuning(columns=4096), **_H200)
     with pytest.raises(ValueError, match="no tile suits"):
         choose_tile(shape, Tuning(parts=2), **_H200 | {"num_sms": 1})
+
+
+def _tuned_wrong() -> dict[str, tuple[str, str, float]]:
+    world, errors = current(), {}
+    for name, value in (("columns", 4096), ("sharing", 3), ("parts", 3), ("rows", 100)):
+        OPERATOR.tune(world, Tuning(**{name: value}))
+        errors[name] = error_of(lambda: po.gemm(_ones(8, 8), _ones(8, 8)))
+    return errors
+
+
+def test_wrong_tunings(backend: str) -> None:
+    (errors,) = in_world(_tuned_wrong, 1, backend)
+    for name, (kind, text, _) in errors.items():
+        assert kind == "ValueError" and text.startswith(f"{name}: expected one of"), text
 
 
 @pytest.mark.slow

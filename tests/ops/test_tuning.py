@@ -29,7 +29,7 @@ def _tunings() -> dict[str, type[Any]]:
 
 TUNINGS = _tunings()
 FIELDS = [(name, field) for name, tuning in TUNINGS.items() for field in dataclasses.fields(tuning)]
-LEAST = {  # fields whose least value is not 1: bytes, shares and optional WGs
+LEAST = {  # fields whose least value is not 1: bytes, shares, optional WGs, stages
     "one_shot_bytes": 0,
     "two_shot_bytes": 0,
     "gather_bytes": 0,
@@ -37,6 +37,7 @@ LEAST = {  # fields whose least value is not 1: bytes, shares and optional WGs
     "local_delay": 0,
     "early_work_groups": 0,
     "pushing_at_par": 0,
+    "stages": 2,
 }
 
 

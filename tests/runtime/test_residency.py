@@ -84,6 +84,14 @@ def test_what_fits_a_gpu() -> None:
     assert other.fits(), "two SMs are left, or halves of four"
 
 
+def test_a_kernel_that_waits_for_nobody_needs_no_room() -> None:
+    product = Footprint(384, 168, 230 << 10, 1, overlaps=True, cluster=2)
+    for is_resident in (True, False):
+        found = _residency((product._replace(is_resident=is_resident), 132))
+        found.add("inputs", INPUTS, 16)
+        assert found.fits() != is_resident
+
+
 def test_a_cluster_is_not_what_must_find_room() -> None:
     found = _residency((FORWARD._replace(cluster=2), 264))
     found.add("inputs", INPUTS, 16)
