@@ -78,23 +78,23 @@ struct WarpgroupProduct;
 #define PO_SUMS_112 PO_SUMS_104, PO_EIGHT_SUMS(104)
 #define PO_SUMS_120 PO_SUMS_112, PO_EIGHT_SUMS(112)
 #define PO_SUMS_128 PO_SUMS_120, PO_EIGHT_SUMS(120)
-#define PO_WGMMA_OF(type, columns, count, a, b, adds, major_a, major_b)                                            \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #adds ", 0;\n"                                                   \
-               "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                               \
-               " {" PO_NAMES_##count "}, %" #a ", %" #b ", p, 1, 1, %" #major_a ", %" #major_b "; }"               \
+#define PO_WGMMA_OF(type, columns, count, a, b, adds, major_a, major_b)                                                \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #adds ", 0;\n"                                                       \
+               "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                                   \
+               " {" PO_NAMES_##count "}, %" #a ", %" #b ", p, 1, 1, %" #major_a ", %" #major_b "; }"                   \
                : PO_SUMS_##count : "l"(a_tile), "l"(b_tile), "r"(static_cast<int>(is_added)), "n"(kMajorA), "n"(kMajorB))
-#define PO_WGMMA(columns, count, a, b, adds, major_a, major_b)                                                     \
-  template <>                                                                                                      \
-  struct WarpgroupProduct<columns> {                                                                               \
-    template <class Scalar, int kMajorA, int kMajorB>                                                              \
-    static PO_FN void add(float (&sums)[count], uint64_t a_tile, uint64_t b_tile, bool is_added) {                 \
-      if constexpr (std::is_same_v<Scalar, BFloat16>) {                                                               \
-        PO_WGMMA_OF("bf16", columns, count, a, b, adds, major_a, major_b);                                         \
-      } else {                                                                                                     \
-        static_assert(std::is_same_v<Scalar, Float16>, "tensor cores multiply 16-bit elements here");                 \
-        PO_WGMMA_OF("f16", columns, count, a, b, adds, major_a, major_b);                                          \
-      }                                                                                                            \
-    }                                                                                                              \
+#define PO_WGMMA(columns, count, a, b, adds, major_a, major_b)                                                         \
+  template <>                                                                                                          \
+  struct WarpgroupProduct<columns> {                                                                                   \
+    template <class Scalar, int kMajorA, int kMajorB>                                                                  \
+    static PO_FN void add(float (&sums)[count], uint64_t a_tile, uint64_t b_tile, bool is_added) {                     \
+      if constexpr (std::is_same_v<Scalar, BFloat16>) {                                                                \
+        PO_WGMMA_OF("bf16", columns, count, a, b, adds, major_a, major_b);                                             \
+      } else {                                                                                                         \
+        static_assert(std::is_same_v<Scalar, Float16>, "tensor cores multiply 16-bit elements here");                  \
+        PO_WGMMA_OF("f16", columns, count, a, b, adds, major_a, major_b);                                              \
+      }                                                                                                                \
+    }                                                                                                                  \
   };
 PO_WGMMA(64, 32, 32, 33, 34, 35, 36)
 PO_WGMMA(80, 40, 40, 41, 42, 43, 44)
@@ -111,6 +111,7 @@ PO_WGMMA(240, 120, 120, 121, 122, 123, 124)
 PO_WGMMA(256, 128, 128, 129, 130, 131, 132)
 // clang-format on
 
+// Two elements, rounded, the first one in the lower half.
 template <class Scalar>
 PO_FN uint32_t rounded_pair(float first, float second) {
   uint32_t pair;
@@ -123,8 +124,8 @@ PO_FN uint32_t rounded_pair(float first, float second) {
   return pair;
 }
 
-// Stores 16 rows of 16 columns, rounded, from eight sums of each lane as above. Lanes name the rows' halves of 16 bytes: lane l
-// names columns 8 * (l / 16) and the following of row l % 16.
+// Stores 16 rows of 16 columns, rounded, from eight sums of each lane as above. Each lane names one half of a row, which
+// is 16 bytes: lane l names columns 8 * (l / 16) and the following of row l % 16.
 template <class Scalar>
 PO_FN void store_rounded(uint8_t* half_row, const float* sums) {
   uint32_t words[4];

@@ -5,9 +5,12 @@ See also: the main loop under ThreadSanitizer in test_gemm_sanitizer.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,7 +23,17 @@ from torch_checks import assert_schemas, opcheck_problems
 from worlds import error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.ops.gemm import _WARNED, OPERATOR, Shape, Tile, Tuning, choose_tile, sample_requests
+from persistent_ops.ops.gemm import (
+    _CANDIDATES,
+    _WARNED,
+    OPERATOR,
+    Shape,
+    Tile,
+    Tuning,
+    choose_tile,
+    kernel_request,
+    sample_requests,
+)
 from persistent_ops.runtime.compile.jit import compile_cuda
 from persistent_ops.runtime.compile.toolchain import find_nvcc
 from persistent_ops.runtime.errors import CompileError
@@ -158,6 +171,30 @@ class TestBits(BitsSuite):
         "2": CaseWorld(2, [*CASES[:4], *DIVIDED]),
         "1-wg3": CaseWorld(1, [CASES[2], *DIVIDED], {"host_options": {"wg_size": 3}}),
     }
+
+
+def _every_tile() -> list[str]:
+    """Return the tiles that make a wrong product of one-hot operands."""
+    backend, cases, requests = current().backend, [], []
+    for rows, columns, sharing, parts in _CANDIDATES:
+        tuning = Tuning(rows=rows, columns=columns, sharing=sharing, parts=parts)
+        for dtype, a_along, b_along in itertools.product((BFLOAT16, FLOAT16), (True, False), (True, False)):
+            case = Case("", (200, 264, 296), dtype, a_along, b_along, True, "one-hot", tuning)
+            shape = Shape(*case.shape, a_along, b_along)
+            tile = choose_tile(shape, tuning, num_sms=backend.num_sms, arena_bytes=backend.arena_bytes)
+            requests.append(kernel_request(dtype, shape, tile, depth=64, has_bias=True))
+            cases.append(case)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        list(threads.map(lambda request: compile_cuda(request.source(), arch="sm_90a"), requests))
+    return [f"{case}: {found}" for case in cases if (found := GemmTrial(case).call(0, 0, "out").problem)]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_every_tile(backend: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for sm_90")
+    assert in_world(_every_tile, 1, backend) == [[]]
 
 
 # ---- gradients and torch ---------------------------------------------------------------------------------------------
