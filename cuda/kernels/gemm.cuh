@@ -1,5 +1,5 @@
-// GEMM: output = a @ b (+ bias), on one PE. Products are added in fp32 and rounded once (tile/product_loop.cuh). Nothing
-// here waits for a peer.
+// GEMM: output = a @ b (+ bias), on one PE. Products are added in fp32 and rounded once (tile/product_loop.cuh).
+// Nothing here waits for a peer.
 #pragma once
 
 #include "comm/team.cuh"

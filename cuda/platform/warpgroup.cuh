@@ -124,8 +124,8 @@ PO_FN uint32_t rounded_pair(float first, float second) {
   return pair;
 }
 
-// Stores 16 rows of 16 columns, rounded, from eight sums of each lane as above. Each lane names one half of a row, which
-// is 16 bytes: lane l names columns 8 * (l / 16) and the following of row l % 16.
+// Stores 16 rows of 16 columns, rounded, from eight sums of each lane as above. Each lane names one half of a row,
+// which is 16 bytes: lane l names columns 8 * (l / 16) and the following of row l % 16.
 template <class Scalar>
 PO_FN void store_rounded(uint8_t* half_row, const float* sums) {
   uint32_t words[4];

@@ -1,5 +1,5 @@
-// The tiles of a matrix product, in the order in which they are made: in bands of a few tiles of rows, column by column.
-// Tiles that are made at the same time share rows and columns of the factors, which so come from the L2 cache.
+// The tiles of a matrix product, in the order in which they are made: in bands of a few tiles of rows, column by
+// column. Tiles that are made at the same time share rows and columns of the factors, which so come from the L2 cache.
 #pragma once
 
 #include "platform/describe.cuh"

@@ -1,6 +1,6 @@
-// The main loop of a matrix product. WGs take tiles of the result in turn. In each, one thread loads: it brings tiles of
-// the factors to stages of shared memory. The other warps multiply what has come, and give the stage back. WGs of a cluster
-// have tiles below each other, and each brings a part of the tile of b to all of them.
+// The main loop of a matrix product. WGs take tiles of the result in turn. In each, one thread loads: it brings tiles
+// of the factors to stages of shared memory. The other warps multiply what has come, and give the stage back. WGs of a
+// cluster have tiles below each other, and each brings a part of the tile of b to all of them.
 //
 //   loader                                      warps that multiply (of all WGs that share b)
 //   await that the stage is empty      <-----   release the stage after its products
@@ -9,9 +9,9 @@
 //
 // Where tiles are too few for the GPU, two WGs add up halves of a tile's sums, and each finishes half of the tile.
 //
-// These waits are for threads of the cluster, so they have no bound. Whoever must wait for a peer does so in the loader's
-// gate, with a bound. After a launch is given up the gate lets everything pass: loader and warps make all steps of all
-// tiles, so that no wait of the cluster lacks its other side. Nobody leaves before the cluster has met.
+// These waits are for threads of the cluster, so they have no bound. Whoever must wait for a peer does so in the
+// loader's gate, with a bound. After a launch is given up the gate lets everything pass: loader and warps make all
+// steps of all tiles, so that no wait of the cluster lacks its other side. Nobody leaves before the cluster has met.
 #pragma once
 
 #include "sched/product_tiles.cuh"
@@ -151,8 +151,8 @@ class ProductLoader {
   PO_FN ProductLoader(const WorkGroup& wg, const Product& product)
       : wg_(wg), product_(product), arena_(Traits::Arena::of(wg)), at_(wg, product.tiles) {}
 
-  // Brings those of the next step, when its stage is free; returns false after the last step. gate(place) is called before
-  // the first step of each tile.
+  // Brings those of the next step, when its stage is free; returns false after the last step. gate(place) is called
+  // before the first step of each tile.
   template <class Gate>
   PO_FN bool load(const Gate& gate) {
     if (at_.is_over(product_.tiles)) return false;
@@ -300,7 +300,8 @@ class ProductAdder {
   Tile tile_;
 };
 
-// Stores tiles of a WG, rounded; the warps that multiply. Each warp has rows of its own: no barrier is wider than a warp.
+// Stores tiles of a WG, rounded; the warps that multiply. Each warp has rows of its own: no barrier is wider than a
+// warp.
 template <class Traits>
 class ProductStore {
  public:

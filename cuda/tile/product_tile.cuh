@@ -2,9 +2,10 @@
 // and store it as rounded elements. On GPUs by the tensor cores of two warpgroups (platform/warpgroup.cuh); on the host
 // each thread has some of the rows.
 //
-// A factor's tile is made of boxes, as `copy_tile_async` brings them. A box has kDepth elements in a row, on GPUs with a
-// swizzle of 128 bytes. If the factor is "along", rows of its boxes are along the sum: row i of A (column j of B) is row i
-// of the one box. Otherwise a row of a box is an element of the sum, and boxes of kDepth rows (columns) follow each other.
+// A factor's tile is made of boxes, as `copy_tile_async` brings them. A box has kDepth elements in a row, on GPUs with
+// a swizzle of 128 bytes. If the factor is "along", rows of its boxes are along the sum: row i of A (column j of B) is
+// row i of the one box. Otherwise a row of a box is an element of the sum, and boxes of kDepth rows (columns) follow
+// each other.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -114,8 +115,8 @@ class ProductTile {
     }
   }
 
-  // Calls body(place, values) for each four sums of a half of the tile's columns. Threads of different WGs that have the
-  // same number have the same sums at the same place.
+  // Calls body(place, values) for each four sums of a half of the tile's columns. Threads of different WGs that have
+  // the same number have the same sums at the same place.
   template <class Body>
   PO_FN void for_each_four_of_half(int half, const Body& body) {
     static_assert(kSlabs == 1);
