@@ -110,8 +110,8 @@ class Products(Trial):
 
     def _drawn(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a and b, of which `draw` fills the memory."""
-        rows, depth, columns, _, b_along = self._shape
-        b = draw(self._empty(columns, depth)).t() if b_along else draw(self._empty(depth, columns))
+        rows, depth, columns, _, b_k_major = self._shape
+        b = draw(self._empty(columns, depth)).t() if b_k_major else draw(self._empty(depth, columns))
         return draw(self._empty(rows, depth)), b
 
     def calls(self, name: str) -> list[Callable[[], Any]]:
@@ -259,8 +259,8 @@ def cells(by_method: Mapping[str, _Line]) -> list[str]:
 
 
 def _tile_text(tile: Mapping[str, int]) -> str:
-    shared = f", {tile['sharing']} share b" if tile["sharing"] > 1 else ""
-    return f"{tile['rows']}x{tile['columns']}{shared}" + (f", {tile['parts']} parts" if tile["parts"] > 1 else "")
+    shared = ", multicast" if tile["sharing"] > 1 else ""
+    return f"{tile['rows']}x{tile['columns']}{shared}" + (f", split-K {tile['parts']}" if tile["parts"] > 1 else "")
 
 
 main = functools.partial(run_benchmark, Gemm)

@@ -12,11 +12,11 @@ struct Config {
   DType scalar = DType::kBFloat16;
   int rows = 128;  // of a tile
   int columns = 256;
-  int depth = 64;       // of a step
-  int stages = 4;       // steps whose tiles are in shared memory at the same time
-  int parts = 1;        // of the sums, each added up by another WG of the cluster
-  bool a_along = true;  // elements that are multiplied follow each other in memory
-  bool b_along = true;
+  int depth = 64;         // of a step
+  int stages = 4;         // steps whose tiles are in shared memory at the same time
+  int parts = 1;          // of the sums, each added up by another WG of the cluster
+  bool a_k_major = true;  // elements that are multiplied follow each other in memory
+  bool b_k_major = true;
   bool bias = false;
 };
 
@@ -43,7 +43,7 @@ struct Kernel {
   using Call = gemm::Call;
   using Shared = gemm::Shared;
   using Element = ScalarOf<kConfig.scalar>;
-  using Tile = ProductTile<Element, kConfig.rows, kConfig.columns, kConfig.depth, kConfig.a_along, kConfig.b_along,
+  using Tile = ProductTile<Element, kConfig.rows, kConfig.columns, kConfig.depth, kConfig.a_k_major, kConfig.b_k_major,
                            kConfig.parts>;
   using Traits = ProductTraits<Tile, kConfig.stages, kConfig.parts>;
   static constexpr int kThreads = kProductThreads;

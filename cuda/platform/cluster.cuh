@@ -52,7 +52,7 @@ class Cluster {
 
   // Arrives at a handover of the WG with this rank. On the GPU it orders nothing: it is for a thread whose reads of
   // shared memory are those of its products, which it has awaited, and for a WG that lets tiles be copied there. A
-  // release would be a fence of the whole GPU for each stage, which costs a quarter of a matrix product's speed.
+  // release would be a fence of the whole GPU for each stage.
   PO_FN void arrive(Handover& own, int rank) const {
 #if PO_ON_DEVICE
     asm volatile(

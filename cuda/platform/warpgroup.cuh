@@ -38,8 +38,8 @@ PO_FN void await_products() {
 }
 
 // Sums (+)= A * B: A is 64 x 16, B is 16 x kColumns, both in shared memory. Lane 4 g + t of warp w has, for each eight
-// columns, columns 2 t and 2 t + 1 of row 16 w + g, then those of row 16 w + g + 8. kMajor: rows of A and columns of B
-// follow each other in memory; otherwise the 16 elements that are multiplied do.
+// columns, columns 2 t and 2 t + 1 of row 16 w + g, then those of row 16 w + g + 8. kIsMMajor, kIsNMajor: rows of A, and
+// columns of B, follow each other in memory. Otherwise the 16 elements that are multiplied do.
 template <int kColumns>
 struct WarpgroupProduct;
 
@@ -82,11 +82,12 @@ struct WarpgroupProduct;
   asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #adds ", 0;\n"                                                       \
                "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                                   \
                " {" PO_NAMES_##count "}, %" #a ", %" #b ", p, 1, 1, %" #major_a ", %" #major_b "; }"                   \
-               : PO_SUMS_##count : "l"(a_tile), "l"(b_tile), "r"(static_cast<int>(is_added)), "n"(kMajorA), "n"(kMajorB))
+               : PO_SUMS_##count                                                                                       \
+               : "l"(a_tile), "l"(b_tile), "r"(static_cast<int>(is_added)), "n"(kIsMMajor), "n"(kIsNMajor))
 #define PO_WGMMA(columns, count, a, b, adds, major_a, major_b)                                                         \
   template <>                                                                                                          \
   struct WarpgroupProduct<columns> {                                                                                   \
-    template <class Scalar, int kMajorA, int kMajorB>                                                                  \
+    template <class Scalar, int kIsMMajor, int kIsNMajor>                                                              \
     static PO_FN void add(float (&sums)[count], uint64_t a_tile, uint64_t b_tile, bool is_added) {                     \
       if constexpr (std::is_same_v<Scalar, BFloat16>) {                                                                \
         PO_WGMMA_OF("bf16", columns, count, a, b, adds, major_a, major_b);                                             \

@@ -21,7 +21,7 @@ namespace po {
 
 // What is multiplied.
 struct Product {
-  TensorMap a;          // in boxes of a tile's rows, or of a step's depth if not along
+  TensorMap a;          // in boxes of a tile's rows, or of a step's depth if M-major
   TensorMap b;          // in boxes of the part of a tile that a WG brings
   ProductTiles tiles;   // `rows`: of clusters
   uint32_t step_bytes;  // of the boxes of a step
@@ -33,17 +33,17 @@ inline constexpr int kProductWarps = 8;      // that multiply
 inline constexpr int kPieces = 2;            // of each of these, that are stored at the same time
 PO_CONSTANT(kProductThreads)
 
-constexpr int stage_bytes(int rows, int columns, int depth, bool a_along, bool b_along) {
-  return factor_bytes(rows, depth, a_along) + factor_bytes(columns, depth, b_along);
+constexpr int stage_bytes(int rows, int columns, int depth, bool a_k_major, bool b_k_major) {
+  return factor_bytes(rows, depth, a_k_major) + factor_bytes(columns, depth, b_k_major);
 }
 
 // Bytes of a WG's memory on GPUs beside its stages, with room for the handovers of 16 stages.
 constexpr int rest_bytes(int columns, int parts) {
   return kProductWarps * kPieces * 16 * piece_columns(columns, parts) * 2 + 34 * static_cast<int>(sizeof(uint64_t));
 }
-PO_QUERY(stage_bytes, (int64_t rows, int64_t columns, int64_t depth, int64_t a_along, int64_t b_along),
-         stage_bytes(static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(depth), a_along != 0,
-                     b_along != 0))
+PO_QUERY(stage_bytes, (int64_t rows, int64_t columns, int64_t depth, int64_t a_k_major, int64_t b_k_major),
+         stage_bytes(static_cast<int>(rows), static_cast<int>(columns), static_cast<int>(depth), a_k_major != 0,
+                     b_k_major != 0))
 PO_QUERY(rest_bytes, (int64_t columns, int64_t parts), rest_bytes(static_cast<int>(columns), static_cast<int>(parts)))
 PO_QUERY(piece_columns, (int64_t columns, int64_t parts),
          piece_columns(static_cast<int>(columns), static_cast<int>(parts)))
@@ -168,7 +168,7 @@ class ProductLoader {
     arena_.empty[at_.stage()].await(at_.round() - 1);  // @stage-empty: at first all are
     full.arrive_behind_tiles(product_.step_bytes);
     load_b(k, a + Tile::kABytes, full);  // first: with few rows it comes from further away
-    if constexpr (Tile::kIsAAlong) {
+    if constexpr (Tile::kIsAKMajor) {
       copy_tile_async(product_.a, row_, k, a, full);
     } else {
       PO_UNROLL
@@ -183,7 +183,7 @@ class ProductLoader {
  private:
   // Brings this WG's part to all that share it: some of the columns, or some of the step's elements of each.
   PO_FN void load_b(int k, uint8_t* b, Handover& full) {
-    if constexpr (Tile::kIsBAlong) {
+    if constexpr (Tile::kIsBKMajor) {
       constexpr int kColumns = Tile::kColumns / Traits::kSharing;
       const int first = at_.sharer() * kColumns;
       bring(column_ + first, k, b + first * Tile::kDepth * 2, full);

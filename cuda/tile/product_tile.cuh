@@ -3,9 +3,9 @@
 // each thread has some of the rows.
 //
 // A factor's tile is made of boxes, as `copy_tile_async` brings them. A box has kDepth elements in a row, on GPUs with
-// a swizzle of 128 bytes. If the factor is "along", rows of its boxes are along the sum: row i of A (column j of B) is
-// row i of the one box. Otherwise a row of a box is an element of the sum, and boxes of kDepth rows (columns) follow
-// each other.
+// a swizzle of 128 bytes. The tile of a K-major factor is one box: its row i is row i of A (column i of B). Otherwise
+// (A is M-major, B is N-major) a row of a box is one element of the sum, and boxes of kDepth rows (columns) follow each
+// other.
 #pragma once
 
 #include "platform/groups.cuh"
@@ -15,8 +15,8 @@
 namespace po {
 
 // Bytes of a factor's tile of so many rows (columns).
-constexpr int factor_bytes(int rows, int depth, bool is_along) {
-  return (is_along ? rows : ceil_div(rows, depth) * depth) * depth * 2;
+constexpr int factor_bytes(int rows, int depth, bool is_k_major) {
+  return (is_k_major ? rows : ceil_div(rows, depth) * depth) * depth * 2;
 }
 
 // Columns of a piece of a tile (see below) on GPUs.
@@ -25,7 +25,7 @@ constexpr int piece_columns(int columns, int parts) {
 }
 
 // `kParts`: WGs that add up different parts of a tile's sums (1 or 2). Each then finishes its own half of the tile.
-template <class Element, int kTileRows, int kTileColumns, int kTileDepth, bool kAAlong, bool kBAlong, int kParts>
+template <class Element, int kTileRows, int kTileColumns, int kTileDepth, bool kAKMajor, bool kBKMajor, int kParts>
 class ProductTile {
   using Storage = typename Element::Storage;
   static_assert(sizeof(Storage) == 2);
@@ -34,11 +34,11 @@ class ProductTile {
   static constexpr int kRows = kTileRows;
   static constexpr int kColumns = kTileColumns;
   static constexpr int kDepth = kTileDepth;  // of a step
-  static constexpr bool kIsAAlong = kAAlong;
-  static constexpr bool kIsBAlong = kBAlong;
-  static constexpr int kBoxBytes = kDepth * kDepth * 2;  // of one that is not along
-  static constexpr int kABytes = factor_bytes(kRows, kDepth, kIsAAlong);
-  static constexpr int kBBytes = factor_bytes(kColumns, kDepth, kIsBAlong);
+  static constexpr bool kIsAKMajor = kAKMajor;
+  static constexpr bool kIsBKMajor = kBKMajor;
+  static constexpr int kBoxBytes = kDepth * kDepth * 2;  // of one that is not K-major
+  static constexpr int kABytes = factor_bytes(kRows, kDepth, kIsAKMajor);
+  static constexpr int kBBytes = factor_bytes(kColumns, kDepth, kIsBKMajor);
 
 #if PO_ON_DEVICE
 
@@ -59,15 +59,15 @@ class ProductTile {
   // Starts to add a step; `is_added`: to earlier ones.
   PO_FN void multiply(const uint8_t* a, const uint8_t* b, bool is_added) {
     const uint64_t a_tile = tile_descriptor(a + warp_ / 4 * kSlabs * kSlabBytes, 0);
-    const uint64_t b_tile = tile_descriptor(b, kIsBAlong ? 0 : kBoxBytes);
+    const uint64_t b_tile = tile_descriptor(b, kIsBKMajor ? 0 : kBoxBytes);
     begin_products();
     PO_UNROLL
     for (int k = 0; k < kDepth / 16; ++k) {
       PO_UNROLL
       for (int slab = 0; slab < kSlabs; ++slab) {
-        WarpgroupProduct<kColumns>::template add<Element, !kIsAAlong, !kIsBAlong>(
-            sums_[slab], a_tile + ((slab * kSlabBytes + k * (kIsAAlong ? 32 : 2048)) >> 4),
-            b_tile + ((k * (kIsBAlong ? 32 : 2048)) >> 4), is_added || k > 0);
+        WarpgroupProduct<kColumns>::template add<Element, !kIsAKMajor, !kIsBKMajor>(
+            sums_[slab], a_tile + ((slab * kSlabBytes + k * (kIsAKMajor ? 32 : 2048)) >> 4),
+            b_tile + ((k * (kIsBKMajor ? 32 : 2048)) >> 4), is_added || k > 0);
       }
     }
     commit_products();
@@ -158,7 +158,7 @@ class ProductTile {
       for (int column = 0; column < kColumns; ++column) {
         float sum = is_added ? sums_[row][column] : 0;
         for (int k = 0; k < kDepth; ++k) {
-          sum += element(a, kIsAAlong, row, k) * element(b, kIsBAlong, column, k);
+          sum += element(a, kIsAKMajor, row, k) * element(b, kIsBKMajor, column, k);
         }
         sums_[row][column] = sum;
       }
@@ -202,9 +202,9 @@ class ProductTile {
   }
 
  private:
-  static float element(const uint8_t* tile, bool is_along, int number, int k) {
-    const int box = is_along ? 0 : number / kDepth, row = is_along ? number : k,
-              column = is_along ? k : number % kDepth;
+  static float element(const uint8_t* tile, bool is_k_major, int number, int k) {
+    const int box = is_k_major ? 0 : number / kDepth, row = is_k_major ? number : k,
+              column = is_k_major ? k : number % kDepth;
     Storage value;
     memcpy(&value, tile + box * kBoxBytes + (row * kDepth + column) * 2, 2);
     return Element::to_float(value);

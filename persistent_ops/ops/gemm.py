@@ -41,8 +41,8 @@ class Tuning(BoundedTuning):
 
     Attributes:
         rows, columns: of a tile, for the tensor cores: 128 or 256, and a multiple of 16.
-        sharing: WGs that share tiles of b.
-        parts: of the sum, 1 or 2, which different WGs add up.
+        sharing: WGs that share tiles of b by multicast in their cluster.
+        parts: split-K: parts of the sum, 1 or 2, which different WGs add up.
         stages: steps whose tiles are in shared memory at the same time.
         band: rows of tiles, of clusters, that are made side by side.
     """
@@ -63,15 +63,15 @@ class Shape(NamedTuple):
 
     Attributes:
         rows, depth, columns: M, K, N.
-        a_along, b_along: whether elements that are multiplied follow each other in memory: `a` has stride 1 in its
-            second dimension, `b` in its first.
+        a_k_major, b_k_major: whether K is the contiguous dimension: `a` has stride 1 in its second dimension, `b` in
+            its first.
     """
 
     rows: int
     depth: int
     columns: int
-    a_along: bool
-    b_along: bool
+    a_k_major: bool
+    b_k_major: bool
 
 
 class Tile(NamedTuple):
@@ -160,7 +160,7 @@ def choose_tile(shape: Shape, tuning: Tuning, *, num_sms: int, arena_bytes: int)
 
 def _stages_of(tile: Tile, shape: Shape, arena_bytes: int) -> int:
     geometry = OPERATOR.description.queries
-    stage_bytes = geometry["stage_bytes"](tile.rows, tile.columns, _DEPTH, shape.a_along, shape.b_along)
+    stage_bytes = geometry["stage_bytes"](tile.rows, tile.columns, _DEPTH, shape.a_k_major, shape.b_k_major)
     rest_bytes = geometry["rest_bytes"](tile.columns, tile.parts)
     return int((arena_bytes - _RESERVED_BYTES - rest_bytes) // stage_bytes)
 
@@ -196,7 +196,7 @@ class _Key(NamedTuple):
 def kernel_request(dtype: torch.dtype, shape: Shape, tile: Tile, *, depth: int, has_bias: bool) -> KernelRequest:
     """Return the kernel for a tile; `depth`: of a step."""
     geometry = OPERATOR.description.queries
-    stage_bytes = geometry["stage_bytes"](tile.rows, tile.columns, depth, shape.a_along, shape.b_along)
+    stage_bytes = geometry["stage_bytes"](tile.rows, tile.columns, depth, shape.a_k_major, shape.b_k_major)
     return KernelRequest.of(
         "gemm",
         {
@@ -206,8 +206,8 @@ def kernel_request(dtype: torch.dtype, shape: Shape, tile: Tile, *, depth: int, 
             "depth": depth,
             "stages": tile.stages,
             "parts": tile.parts,
-            "a_along": shape.a_along,
-            "b_along": shape.b_along,
+            "a_k_major": shape.a_k_major,
+            "b_k_major": shape.b_k_major,
             "bias": has_bias,
         },
         LaunchShape(
@@ -225,14 +225,14 @@ def kernel_request(dtype: torch.dtype, shape: Shape, tile: Tile, *, depth: int, 
 
 def sample_requests() -> Iterator[KernelRequest]:
     """Yield kernels that differ most in code; tests compile them for GPUs."""
-    for along, tile in (
+    for k_major, tile in (
         ((True, True), Tile(128, 256, 2, 1, 4)),
         ((True, True), Tile(256, 160, 2, 1, 4)),
         ((True, True), Tile(128, 96, 2, 2, 7)),
         ((False, False), Tile(128, 224, 1, 1, 4)),
     ):
-        shape = Shape(4096, 4096, 4096, *along)
-        yield kernel_request(torch.bfloat16, shape, tile, depth=_DEPTH, has_bias=along[0])
+        shape = Shape(4096, 4096, 4096, *k_major)
+        yield kernel_request(torch.bfloat16, shape, tile, depth=_DEPTH, has_bias=k_major[0])
 
 
 class _Plan(Plan):
@@ -249,7 +249,6 @@ class _Plan(Plan):
             depth = _DEPTH
             tile = choose_tile(shape, tuning, num_sms=backend.num_sms, arena_bytes=backend.arena_bytes)
             piece = (16, OPERATOR.description.queries["piece_columns"](tile.columns, tile.parts))
-        self.tile = tile
         rows, columns = (
             math.ceil(size / each)
             for size, each in ((shape.rows, tile.rows * tile.sharing), (shape.columns, tile.columns))
@@ -263,28 +262,28 @@ class _Plan(Plan):
         self._kernel = world.load(
             kernel_request(key.dtype, shape, tile, depth=depth, has_bias=key.has_bias), world.alone
         )
-        self._a_along, self._b_along = shape.a_along, shape.b_along
+        self._a_k_major, self._b_k_major = shape.a_k_major, shape.b_k_major
         # Rows that do not exist are slow to load. The sums of rows that are not loaded are not stored.
-        a_rows = min(tile.rows, math.ceil(shape.rows / 8) * 8) if shape.a_along else depth
+        a_rows = min(tile.rows, math.ceil(shape.rows / 8) * 8) if shape.a_k_major else depth
         self._a_box = (a_rows, depth)
-        self._b_box = (tile.columns // tile.sharing, depth) if shape.b_along else (depth // tile.sharing, depth)
+        self._b_box = (tile.columns // tile.sharing, depth) if shape.b_k_major else (depth // tile.sharing, depth)
         self._piece = piece
         self._swizzle, self._piece_swizzle = ((n if (n := width * 2) > _UNIT else 0) for width in (depth, piece[1]))
         self._words = upload(backend, structs["Plan"](team=world.workspace.team(OPERATOR.contract(world.alone))))
         self._address = self._words.data_ptr()
         tiles = structs["ProductTiles"](rows=rows, columns=columns, band=tuning.band or _BAND, steps=steps)
-        missing = (tile.rows - a_rows) * depth * 2 if shape.a_along else 0
         geometry = OPERATOR.description.queries["stage_bytes"]
-        stage_bytes = geometry(tile.rows, tile.columns, depth, shape.a_along, shape.b_along) - missing
+        loaded_rows = a_rows if shape.a_k_major else tile.rows
+        step_bytes = geometry(loaded_rows, tile.columns, depth, shape.a_k_major, shape.b_k_major)
         self._template = structs["Call"](
-            columns=shape.columns, product=structs["Product"](tiles=tiles, step_bytes=stage_bytes)
+            columns=shape.columns, product=structs["Product"](tiles=tiles, step_bytes=step_bytes)
         )
 
     def launch(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """Launch on the current stream."""
         call = copy_of(self._template)
-        call.product.a = self._map(a if self._a_along else a.t(), self._a_box, self._swizzle)
-        call.product.b = self._map(b.t() if self._b_along else b, self._b_box, self._swizzle)
+        call.product.a = self._map(a if self._a_k_major else a.t(), self._a_box, self._swizzle)
+        call.product.b = self._map(b.t() if self._b_k_major else b, self._b_box, self._swizzle)
         call.output = self._map(out, self._piece, self._piece_swizzle)
         call.bias = 0 if bias is None else bias.data_ptr()
         self._workspace.launch(self._kernel, self._grid, self._address, call)
@@ -301,7 +300,7 @@ _TENSORS = TensorSpecs(
 )
 
 
-def _is_along(matrix: torch.Tensor) -> bool | None:
+def _is_row_major(matrix: torch.Tensor) -> bool | None:
     """Return whether elements of a row follow each other, False for those of a column; None: no rows for the kernel."""
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     if matrix.data_ptr() % _UNIT:
@@ -314,11 +313,11 @@ def _is_along(matrix: torch.Tensor) -> bool | None:
 def _shape_of(world: World, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Shape | None:
     """Return a product that the kernel makes, or None."""
     (rows, depth), columns = a.shape, b.shape[1]
-    a_along, b_across = _is_along(a), _is_along(b)
-    is_possible = a_along is not None and b_across is not None and _is_along(out)
+    a_k_major, b_across = _is_row_major(a), _is_row_major(b)
+    is_possible = a_k_major is not None and b_across is not None and _is_row_major(out)
     if not is_possible or not rows * depth * columns or max(rows, depth, columns) >= _MOST:
         return None
-    return Shape(rows, depth, columns, bool(a_along), not b_across) if _has_kernel(world) else None
+    return Shape(rows, depth, columns, bool(a_k_major), not b_across) if _has_kernel(world) else None
 
 
 def _has_kernel(world: World) -> bool:

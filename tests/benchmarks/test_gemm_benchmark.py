@@ -69,5 +69,5 @@ def test_a_row_compares_the_methods_and_has_the_tile() -> None:
     tile = {"rows": 128, "columns": 96, "sharing": 2, "parts": 2, "stages": 7}
     by_method = {"gemm": {"us": 50.0, "tflops": 700.4, "tile": tile}, "cublas": {"us": 51.0}}
     cells = importlib.import_module("gemm").cells
-    assert cells(by_method) == ["51.0", "50.0", "102.0 %", "700", "128x96, 2 share b, 2 parts"]
+    assert cells(by_method) == ["51.0", "50.0", "102.0 %", "700", "128x96, multicast, split-K 2"]
     assert cells({"cublas": {"us": 51.0}}) == ["51.0", "", "", "", ""]

@@ -31,14 +31,16 @@ class Pe final : public driver::BasePe<Kernel::Plan> {
  private:
   void run_kernel(int64_t launch) override {
     const int64_t rows = number("--rows"), columns = number("--columns"), depth = number("--depth");
-    Matrix a = kConfig.a_along ? Matrix(rows, depth) : Matrix(depth, rows);
-    Matrix b = kConfig.b_along ? Matrix(columns, depth) : Matrix(depth, columns);
+    Matrix a = kConfig.a_k_major ? Matrix(rows, depth) : Matrix(depth, rows);
+    Matrix b = kConfig.b_k_major ? Matrix(columns, depth) : Matrix(depth, columns);
     for (int64_t k = 0; k < depth; ++k) {
       for (int64_t row = 0; row < rows; ++row) {
-        (kConfig.a_along ? a.at(row, k) : a.at(k, row)) = driver::Element::from_float(driver::a_value(row, k, launch));
+        (kConfig.a_k_major ? a.at(row, k) : a.at(k, row)) =
+            driver::Element::from_float(driver::a_value(row, k, launch));
       }
       for (int64_t column = 0; column < columns; ++column) {
-        (kConfig.b_along ? b.at(column, k) : b.at(k, column)) = driver::Element::from_float(driver::b_value(k, column));
+        (kConfig.b_k_major ? b.at(column, k) : b.at(k, column)) =
+            driver::Element::from_float(driver::b_value(k, column));
       }
     }
     output = Matrix(rows, columns);

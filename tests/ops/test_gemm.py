@@ -48,7 +48,7 @@ class Case:
 
     Attributes:
         shape: M, K, N.
-        a_along, b_along: see `Shape`.
+        a_k_major, b_k_major: see `Shape`.
         values: "whole": small whole numbers, of which all sums are exact; "normal"; "one-hot": rows of a have a single
             one.
         tuning: of the operator. The host has its own tiles, but takes `sharing`, `parts` and `stages`.
@@ -57,8 +57,8 @@ class Case:
     name: str
     shape: tuple[int, int, int]
     dtype: torch.dtype = BFLOAT16
-    a_along: bool = True
-    b_along: bool = True
+    a_k_major: bool = True
+    b_k_major: bool = True
     has_bias: bool = False
     values: str = "whole"
     tuning: Tuning | None = None
@@ -80,7 +80,7 @@ class Case:
         """Return the arguments, on this PE's device and in their layouts."""
         a, b, bias = (None if each is None else each.to(po.device(), self.dtype) for each in self.numbers(iteration))
         assert a is not None and b is not None
-        return _laid_out(a, self.a_along), _laid_out(b, not self.b_along), bias
+        return _laid_out(a, self.a_k_major), _laid_out(b, not self.b_k_major), bias
 
     def problem(self, result: torch.Tensor, iteration: int) -> str | None:
         a, b, bias = (None if t is None else t.to(self.dtype).double() for t in self.numbers(iteration))
@@ -94,9 +94,9 @@ class Case:
         return None if worst <= 1 else f"{worst} times the bound"
 
 
-def _laid_out(matrix: torch.Tensor, rows_along: bool) -> torch.Tensor:
+def _laid_out(matrix: torch.Tensor, is_row_major: bool) -> torch.Tensor:
     """Return it with rows, or columns, that begin at multiples of 16 bytes, between NaNs."""
-    if not rows_along:
+    if not is_row_major:
         return _laid_out(matrix.t(), True).t()
     whole = matrix.new_full((matrix.shape[0], math.ceil(matrix.shape[1] / 8) * 8 + 8), math.nan)
     return whole[:, : matrix.shape[1]].copy_(matrix)
@@ -108,13 +108,15 @@ CASES = [
     Case("ragged", (203, 91, 296), has_bias=True),
     Case("ragged, fp16", (203, 91, 296), FLOAT16, has_bias=True),
     *(
-        Case(f"one-hot, {dtype}, {a_along}, {b_along}", (70, 72, 200), dtype, a_along, b_along, values="one-hot")
+        Case(
+            f"one-hot, {dtype}, {a_k_major}, {b_k_major}", (70, 72, 200), dtype, a_k_major, b_k_major, values="one-hot"
+        )
         for dtype in (BFLOAT16, FLOAT16)
-        for a_along in (True, False)
-        for b_along in (True, False)
+        for a_k_major in (True, False)
+        for b_k_major in (True, False)
     ),
     Case("normal", (140, 700, 136), values="normal"),
-    Case("normal, fp16", (140, 700, 136), FLOAT16, a_along=False, values="normal", has_bias=True),
+    Case("normal, fp16", (140, 700, 136), FLOAT16, a_k_major=False, values="normal", has_bias=True),
 ]
 _DIVISIONS = {
     "sharing": Tuning(sharing=2),
@@ -126,14 +128,14 @@ _DIVISIONS = {
 }
 DIVIDED = [
     Case(
-        f"{name}, {b_along}",
+        f"{name}, {b_k_major}",
         (8, 200, 8) if tuning.parts else (203, 91, 296),  # on the host, parts are for a single cluster
-        b_along=b_along,
-        has_bias=b_along,
+        b_k_major=b_k_major,
+        has_bias=b_k_major,
         tuning=tuning,
     )
     for name, tuning in _DIVISIONS.items()
-    for b_along in (True, False)
+    for b_k_major in (True, False)
 ]
 
 
@@ -178,9 +180,9 @@ def _every_tile() -> list[str]:
     backend, cases, requests = current().backend, [], []
     for rows, columns, sharing, parts in _CANDIDATES:
         tuning = Tuning(rows=rows, columns=columns, sharing=sharing, parts=parts)
-        for dtype, a_along, b_along in itertools.product((BFLOAT16, FLOAT16), (True, False), (True, False)):
-            case = Case("", (200, 264, 296), dtype, a_along, b_along, True, "one-hot", tuning)
-            shape = Shape(*case.shape, a_along, b_along)
+        for dtype, a_k_major, b_k_major in itertools.product((BFLOAT16, FLOAT16), (True, False), (True, False)):
+            case = Case("", (200, 264, 296), dtype, a_k_major, b_k_major, True, "one-hot", tuning)
+            shape = Shape(*case.shape, a_k_major, b_k_major)
             tile = choose_tile(shape, tuning, num_sms=backend.num_sms, arena_bytes=backend.arena_bytes)
             requests.append(kernel_request(dtype, shape, tile, depth=64, has_bias=True))
             cases.append(case)
@@ -362,16 +364,16 @@ _H200 = {"num_sms": 132, "arena_bytes": 232448}
 _SIZES = (1, 64, 300, 1024, 5000, 16384)
 
 
-@pytest.mark.parametrize("along", [(True, True), (True, False), (False, True), (False, False)])
-def test_every_shape_has_a_tile(along: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize("k_major", [(True, True), (True, False), (False, True), (False, False)])
+def test_every_shape_has_a_tile(k_major: tuple[bool, bool]) -> None:
     geometry = OPERATOR.description.queries
-    for shape in (Shape(m, k, n, *along) for m in _SIZES for k in _SIZES for n in _SIZES):
+    for shape in (Shape(m, k, n, *k_major) for m in _SIZES for k in _SIZES for n in _SIZES):
         tile = choose_tile(shape, Tuning(), **_H200)
         steps, tiles = (
             math.ceil(shape.depth / 64),
             math.ceil(shape.rows / 128) * math.ceil(shape.columns / tile.columns),
         )
-        stage_bytes = geometry["stage_bytes"](tile.rows, tile.columns, 64, *along)
+        stage_bytes = geometry["stage_bytes"](tile.rows, tile.columns, 64, *k_major)
         assert tile.stages >= 2 and tile.parts <= steps
         assert tile.parts == 1 or tiles * tile.cluster <= _H200["num_sms"]
         rest = geometry["rest_bytes"](tile.columns, tile.parts) + 1024

@@ -17,7 +17,7 @@ BUILDS = {
     "sharing": _build(2, ".stages = 2"),
     "parts": _build(2, ".stages = 3, .parts = 2"),
     "sharing_and_parts": _build(4, ".stages = 2, .parts = 2"),
-    "across": _build(2, ".stages = 3, .a_along = false, .b_along = false"),
+    "across": _build(2, ".stages = 3, .a_k_major = false, .b_k_major = false"),
 }
 
 
