@@ -24,7 +24,8 @@ from harness.timing import Subject, time_interleaved
 from harness.world import chosen_backend
 
 import persistent_ops as po
-from persistent_ops.ops.gemm import Shape, Tuning, choose_tile
+from persistent_ops.ops.gemm import OPERATOR
+from persistent_ops.ops.product import Shape, Tuning, choose_tile
 from persistent_ops.runtime.world import World
 from persistent_ops.testing.pes import gather
 from persistent_ops.testing.record import pes_text, select, unique, us_text
@@ -154,7 +155,8 @@ class Products(Trial):
         about: dict[str, Any] = {"tflops": self.tflops[name], "copies": len(self._inputs), "calls_per_graph": calls}
         backend = self._world.backend
         if name == "gemm" and backend.name == "cuda":
-            tile = choose_tile(self._shape, Tuning(), num_sms=backend.num_sms, arena_bytes=backend.arena_bytes)
+            queries = OPERATOR.description.queries
+            tile = choose_tile(queries, self._shape, Tuning(), num_sms=backend.num_sms, arena_bytes=backend.arena_bytes)
             about["tile"] = tile._asdict()
         return about
 

@@ -1,5 +1,6 @@
 // The tiles of a matrix product, in the order in which they are made: in bands of a few tiles of rows, column by
 // column. Tiles that are made at the same time share rows and columns of the factors, which so come from the L2 cache.
+// Rows may belong to several PEs: then the tiles of one PE's rows follow those of another's.
 #pragma once
 
 #include "platform/describe.cuh"
@@ -26,5 +27,36 @@ struct ProductTiles {
   }
 };
 PO_DESCRIBE(ProductTiles, rows, columns, band, steps)
+
+// The rows of a product in parts, one for each PE. A part is made of segments, and a segment of consecutive rows. The
+// first segments of all parts follow each other in the product, then all second ones. No tile has rows of two segments.
+struct ProductRows {
+  int32_t count;  // of the product; the last segments may lack rows
+  int32_t parts;
+  int32_t first_part;     // whose tiles come first
+  int32_t segments;       // of a part
+  int32_t segment_rows;   // of a segment
+  int32_t segment_tiles;  // of a segment
+
+  // A tile's rows.
+  struct Place {
+    int part;
+    int number;       // among the part's tiles
+    int row;          // the first one, in the product
+    int row_of_part;  // the same, in its part
+    int count;        // of those that exist; 0 or less: none
+  };
+
+  PO_FN Place place_of(int tile, int tile_rows) const {
+    const int per_part = segments * segment_tiles, hops = tile / per_part, number = tile % per_part;
+    if (hops >= parts) return {0, 0, 0, 0, 0};
+    const int part = first_part + hops < parts ? first_part + hops : first_part + hops - parts;
+    const int segment = number / segment_tiles, first = number % segment_tiles * tile_rows;
+    const int row = (segment * parts + part) * segment_rows + first;
+    const int rest = min_of(min_of(tile_rows, segment_rows - first), count - row);
+    return {part, number, rest > 0 ? row : 0, segment * segment_rows + first, rest};
+  }
+};
+PO_DESCRIBE(ProductRows, count, parts, first_part, segments, segment_rows, segment_tiles)
 
 }  // namespace po

@@ -24,9 +24,10 @@ struct Product {
   TensorMap a;          // in boxes of a tile's rows, or of a step's depth if M-major
   TensorMap b;          // in boxes of the part of a tile that a WG brings
   ProductTiles tiles;   // `rows`: of clusters
+  ProductRows rows;     // of a
   uint32_t step_bytes;  // of the boxes of a step
 };
-PO_DESCRIBE(Product, a, b, tiles, step_bytes)
+PO_DESCRIBE(Product, a, b, tiles, rows, step_bytes)
 
 inline constexpr int kProductThreads = 384;  // on GPUs: two warpgroups that multiply, and one whose first thread loads
 inline constexpr int kProductWarps = 8;      // that multiply
@@ -115,6 +116,12 @@ class ProductPosition {
 
   PO_FN bool is_over(const ProductTiles& tiles) const { return number_ >= tiles.count(); }
   PO_FN int number() const { return number_; }
+  PO_FN void skip_tile() { number_ += stride_; }
+
+  // The rows of this WG's tile, and its column of tiles.
+  PO_FN ProductRows::Place rows(const Product& product, ProductTiles::Place place) const {
+    return product.rows.place_of(place.row * Traits::kSharing + sharer(), Traits::Tile::kRows);
+  }
   PO_FN int step() const { return step_; }
   PO_FN bool is_first() const { return step_ == begin_; }
   PO_FN int stage() const { return stage_; }
@@ -158,7 +165,7 @@ class ProductLoader {
     if (at_.is_over(product_.tiles)) return false;
     if (at_.is_first()) {
       const ProductTiles::Place place = product_.tiles.place_of(at_.number());
-      row_ = (place.row * Traits::kSharing + at_.sharer()) * Tile::kRows;
+      row_ = at_.rows(product_, place).row;
       column_ = place.column * Tile::kColumns;
       gate(place);  // @product-gate
     }
@@ -221,6 +228,7 @@ class ProductAdder {
   PO_FN ProductAdder(const WorkGroup& wg, const Product& product)
       : wg_(wg),
         cluster_(wg),
+        product_(product),
         tiles_(product.tiles),
         arena_(Traits::Arena::of(wg)),
         at_(wg, product.tiles),
@@ -230,11 +238,12 @@ class ProductAdder {
   PO_FN bool is_over() const { return at_.is_over(tiles_); }
   PO_FN int part() const { return at_.part(); }
   PO_FN Tile& tile() { return tile_; }
+  PO_FN const ProductPosition<Traits>& position() const { return at_; }
 
   // The first row and column of the next tile.
   PO_FN ProductTiles::Place begin() const {
     const ProductTiles::Place place = tiles_.place_of(at_.number());
-    return {(place.row * Traits::kSharing + at_.sharer()) * Tile::kRows, place.column * Tile::kColumns};
+    return {at_.rows(product_, place).row, place.column * Tile::kColumns};
   }
 
   // Adds up the next tile. `load()`: called before each step, by a thread that also loads.
@@ -293,11 +302,48 @@ class ProductAdder {
   const WorkGroup& wg_;
   const Cluster cluster_;
   const Warp warp_{};
+  const Product& product_;
   const ProductTiles& tiles_;
   typename Traits::Arena& arena_;
   ProductPosition<Traits> at_;
   int awaited_;  // releases that a loader still awaits
   Tile tile_;
+};
+
+// Stores what a WG finishes of its tiles, rounded, row by row, by ordinary stores; the warps that multiply. No barrier is
+// wider than a warp.
+template <class Traits>
+class ProductRowStore {
+  using Tile = typename Traits::Tile;
+
+ public:
+  PO_FN explicit ProductRowStore(const WorkGroup& wg) : pieces_(Traits::Arena::of(wg).pieces[wg.warp_index()]) {}
+
+  // `part`: of the adder. `target`: of the first element that the WG finishes; `stride`: bytes from row to row; so many
+  // rows and columns exist.
+  PO_FN void store(Tile& tile, int part, uint8_t* target, int64_t stride, int rows, int columns) {
+    constexpr int kUnits = Tile::kPieceColumns * 2 / 16, kRowBytes = Tile::kPieceColumns * 2;
+    tile.for_each_piece(part, [&](int row, int column, const auto& round) {
+      row -= Tile::first_row(part);
+      column -= Tile::first_column(part);
+      uint8_t* piece = pieces_[next_];
+      round(piece);
+      warp_.sync();  // the piece before the last one has been read before this
+      for (int i = warp_.rank(); i < Tile::kPieceRows * kUnits; i += warp_.size()) {
+        const int line = i / kUnits, unit = i % kUnits;
+        if (row + line >= rows || column + unit * 8 >= columns) continue;
+        const auto place = static_cast<uint32_t>(line * kRowBytes + unit * 16);
+        store_vector<16>(target + (row + line) * stride + (column + unit * 8) * 2,
+                         load_shared_vector<16>(piece + swizzled(place, kRowBytes > 16 ? kRowBytes : 0)));
+      }
+      next_ = (next_ + 1) % kPieces;
+    });
+  }
+
+ private:
+  const Warp warp_{};
+  uint8_t (*pieces_)[Traits::kPieceBytes];
+  int next_ = 0;
 };
 
 // Stores tiles of a WG, rounded; the warps that multiply. Each warp has rows of its own: no barrier is wider than a

@@ -24,13 +24,51 @@ constexpr int piece_columns(int columns, int parts) {
   return columns / parts % 64 == 0 ? 64 : columns / parts % 32 == 0 ? 32 : 16;
 }
 
+// Eight numbers, rounded to a scalar type.
+template <class Scalar>
+using Eight = Vector<8 * static_cast<int>(sizeof(typename Scalar::Storage))>;
+
+template <class Scalar>
+PO_FN Eight<Scalar> rounded_eight(const float (&values)[8]) {
+  Eight<Scalar> result;
+#if PO_ON_DEVICE
+  if constexpr (sizeof(typename Scalar::Storage) == 2) {
+    PO_UNROLL
+    for (int i = 0; i < 4; ++i) result.words[i] = rounded_pair<Scalar>(values[2 * i], values[2 * i + 1]);
+  } else
+#endif
+  {
+    typename Scalar::Storage rounded[8];
+    PO_UNROLL
+    for (int i = 0; i < 8; ++i) rounded[i] = Scalar::from_float(values[i]);
+    __builtin_memcpy(&result, rounded, sizeof(result));
+  }
+  return result;
+}
+
+// Adds eight numbers of a scalar type.
+template <class Scalar>
+PO_FN void add_eight(float (&sums)[8], const Eight<Scalar>& values) {
+  typename Scalar::Storage elements[8];
+  __builtin_memcpy(elements, &values, sizeof(elements));
+  PO_UNROLL
+  for (int i = 0; i < 8; ++i) sums[i] += Scalar::to_float(elements[i]);
+}
+
 // `kParts`: WGs that add up different parts of a tile's sums (1 or 2). Each then finishes its own half of the tile.
-template <class Element, int kTileRows, int kTileColumns, int kTileDepth, bool kAKMajor, bool kBKMajor, int kParts>
+// `kHelpers`: on the host, threads of a WG that do not multiply, where there are others.
+template <class Element, int kTileRows, int kTileColumns, int kTileDepth, bool kAKMajor, bool kBKMajor, int kParts,
+          int kHelpers = 1>
 class ProductTile {
   using Storage = typename Element::Storage;
   static_assert(sizeof(Storage) == 2);
 
  public:
+  struct Pair {
+    float first;
+    float second;
+  };
+
   static constexpr int kRows = kTileRows;
   static constexpr int kColumns = kTileColumns;
   static constexpr int kDepth = kTileDepth;  // of a step
@@ -47,6 +85,11 @@ class ProductTile {
   static constexpr int kPieceRows = 16;
   static constexpr int kPieceColumns = piece_columns(kColumns, kParts);
   static_assert(kDepth == 64 && kRows % 128 == 0 && kColumns / kParts % 16 == 0);
+  // What a WG finishes of a tile.
+  static constexpr int kFinishedRows = kRows;
+  static constexpr int kFinishedColumns = kColumns / kParts;
+  static PO_FN int first_row(int) { return 0; }
+  static PO_FN int first_column(int part) { return part * kFinishedColumns; }
 
   PO_FN explicit ProductTile(const WorkGroup& wg) : warp_(wg.warp_index()), lane_(Warp().rank()) {}
 
@@ -115,6 +158,54 @@ class ProductTile {
     }
   }
 
+  // Calls body(count, places, values) for the sums that the WG with this part finishes, in the first `rows` of their
+  // rows or a few more: for `count` times eight sums at a time, at most kTogether. Threads of different WGs that have
+  // the same number have the same sums at the same place. The places of each kPieceRows rows follow each other.
+  template <int kTogether, class Body>
+  PO_FN void for_each_eight(int part, int rows, const Body& body) {
+    constexpr int kEights = kFinishedColumns / 16;
+    PO_UNROLL
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      const int row = (warp_ / 4 * kSlabs + slab) * 64 + warp_ % 4 * kPieceRows;
+      if (row >= rows) continue;
+      PO_UNROLL
+      for (int first = 0; first < kEights; first += kTogether) {
+        const int count = min_of(kTogether, kEights - first);
+        int places[kTogether];
+        float values[kTogether][8];
+        PO_UNROLL
+        for (int j = 0; j < count; ++j) {
+          places[j] = row * kFinishedColumns + ((first + j) * kWarpSize + lane_) * 8;
+          PO_UNROLL
+          for (int i = 0; i < 8; ++i) values[j][i] = finished(slab, part, (first + j) * 8 + i);
+        }
+        body(count, places, values);
+        PO_UNROLL
+        for (int j = 0; j < count; ++j) {
+          PO_UNROLL
+          for (int i = 0; i < 8; ++i) finished(slab, part, (first + j) * 8 + i) = values[j][i];
+        }
+      }
+    }
+  }
+
+  // Adds values(row, column), two columns at a time, to what the WG with this part finishes in the first `rows` of its
+  // rows.
+  template <class Values>
+  PO_FN void add_to_pairs(int part, int rows, const Values& values) {
+    PO_UNROLL
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      PO_UNROLL
+      for (int i = 0; i < kFinishedColumns / 4; ++i) {
+        const int row = (warp_ / 4 * kSlabs + slab) * 64 + warp_ % 4 * kPieceRows + lane_ / 4 + i % 2 * 8;
+        if (row >= rows) continue;
+        const Pair added = values(row, i / 2 * 8 + lane_ % 4 * 2);
+        finished(slab, part, i * 2) += added.first;
+        finished(slab, part, i * 2 + 1) += added.second;
+      }
+    }
+  }
+
   // Calls body(place, values) for each four sums of a half of the tile's columns. Threads of different WGs that have
   // the same number have the same sums at the same place.
   template <class Body>
@@ -133,6 +224,10 @@ class ProductTile {
   }
 
  private:
+  PO_FN float& finished(int slab, int part, int i) {
+    return kParts == 1 || part == 0 ? sums_[slab][i] : sums_[slab][kColumns / 4 + i];
+  }
+
   static constexpr int kSlabs = kRows / 128;  // of 64 rows, of each warpgroup
   static constexpr int kSlabBytes = 64 * kDepth * 2;
 
@@ -143,12 +238,16 @@ class ProductTile {
 
   static constexpr int kPieceRows = 1;
   static constexpr int kPieceColumns = kColumns;
-  static_assert(kColumns == kDepth);
+  static_assert(kColumns == kDepth && kColumns == 8);
+  static constexpr int kFinishedRows = kRows / kParts;
+  static constexpr int kFinishedColumns = kColumns;
+  static int first_row(int part) { return part * kFinishedRows; }
+  static int first_column(int) { return 0; }
 
   explicit ProductTile(const WorkGroup& wg) : thread_(wg.rank()), num_threads_(num_warps(wg)) {}
 
-  // One thread loads, unless the WG has no other.
-  static int num_warps(const WorkGroup& wg) { return max_of(1, wg.size() - 1); }
+  // Helpers do not multiply, unless the WG has no other threads.
+  static int num_warps(const WorkGroup& wg) { return max_of(1, wg.size() - kHelpers); }
 
   static void take_room() {}
   static void leave_room() {}
@@ -188,6 +287,28 @@ class ProductTile {
     }
   }
 
+  template <int kTogether, class Body>
+  void for_each_eight(int part, int rows, const Body& body) {
+    for_each_finished_row(part, rows, [&](int row, float (&sums)[kColumns]) {
+      const int places[kTogether] = {row * kColumns};
+      float values[kTogether][8];
+      memcpy(values[0], sums, sizeof(sums));
+      body(1, places, values);
+      memcpy(sums, values[0], sizeof(sums));
+    });
+  }
+
+  template <class Values>
+  void add_to_pairs(int part, int rows, const Values& values) {
+    for_each_finished_row(part, rows, [&](int row, float (&sums)[kColumns]) {
+      for (int column = 0; column < kColumns; column += 2) {
+        const Pair added = values(row, column);
+        sums[column] += added.first;
+        sums[column + 1] += added.second;
+      }
+    });
+  }
+
   template <class Body>
   void for_each_four_of_half(int half, const Body& body) {
     for (int row = thread_; row < kRows; row += num_threads_) {
@@ -202,6 +323,14 @@ class ProductTile {
   }
 
  private:
+  template <class Body>
+  void for_each_finished_row(int part, int rows, const Body& body) {
+    for (int row = thread_; row < kRows; row += num_threads_) {
+      const int place = row - first_row(part);
+      if (0 <= place && place < min_of(rows, kFinishedRows)) body(place, sums_[row]);
+    }
+  }
+
   static float element(const uint8_t* tile, bool is_k_major, int number, int k) {
     const int box = is_k_major ? 0 : number / kDepth, row = is_k_major ? number : k,
               column = is_k_major ? k : number % kDepth;

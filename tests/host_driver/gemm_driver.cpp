@@ -53,7 +53,7 @@ class Pe final : public driver::BasePe<Kernel::Plan> {
       driver::fail(driver::kBadOption, "not for this many WGs or steps");
     }
     const po::Product product{a.map(kTile, kTile), b.map(kTile / Traits::kSharing, kTile), tiles,
-                              static_cast<uint32_t>(Traits::kStageBytes)};
+                              driver::rows_of_one_pe(rows, kTile), static_cast<uint32_t>(Traits::kStageBytes)};
     launch_on_host<Kernel>(plan, {product, output.map(1, kTile), nullptr, columns});
   }
 

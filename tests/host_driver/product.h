@@ -9,6 +9,12 @@ namespace driver {
 using Element = po::BFloat16;
 using Storage = Element::Storage;
 
+// All rows are one PE's.
+inline po::ProductRows rows_of_one_pe(int64_t rows, int64_t tile_rows) {
+  const auto count = static_cast<int32_t>(rows);
+  return {count, 1, 0, 1, count, static_cast<int32_t>(po::ceil_div(rows, tile_rows))};
+}
+
 // Numbers of a row of a matrix in memory: rows begin at multiples of 16 bytes.
 inline int64_t stride_of(int64_t columns) { return po::ceil_div<int64_t>(columns, 8) * 8; }
 

@@ -149,6 +149,7 @@ class Pe final : public driver::BasePe<Plan> {
     const po::Product product{driver::map_of(a, rows, depth, kTile, kTile),
                               b.map(kTile / kSharing, kTile),
                               {count(rows, kTile * kSharing), count(columns, kTile), 2, count(depth, kTile)},
+                              driver::rows_of_one_pe(rows, kTile),
                               static_cast<uint32_t>(Kernel::Traits::kStageBytes)};
     launch_on_host<Kernel>(plan_of(launch), {product, output.map(1, kTile), a_offset, output.elements.data(),
                                              static_cast<int64_t>(output.elements.size())});

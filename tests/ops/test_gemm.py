@@ -23,17 +23,8 @@ from torch_checks import assert_schemas, opcheck_problems
 from worlds import error_of, in_world
 
 import persistent_ops as po
-from persistent_ops.ops.gemm import (
-    _CANDIDATES,
-    _WARNED,
-    OPERATOR,
-    Shape,
-    Tile,
-    Tuning,
-    choose_tile,
-    kernel_request,
-    sample_requests,
-)
+from persistent_ops.ops.gemm import _WARNED, OPERATOR, kernel_request, sample_requests
+from persistent_ops.ops.product import CANDIDATES, Shape, Tile, Tuning, choose_tile
 from persistent_ops.runtime.compile.jit import compile_cuda
 from persistent_ops.runtime.compile.toolchain import find_nvcc
 from persistent_ops.runtime.errors import CompileError
@@ -178,12 +169,14 @@ class TestBits(BitsSuite):
 def _every_tile() -> list[str]:
     """Return the tiles that make a wrong product of one-hot operands."""
     backend, cases, requests = current().backend, [], []
-    for rows, columns, sharing, parts in _CANDIDATES:
+    for rows, columns, sharing, parts in CANDIDATES:
         tuning = Tuning(rows=rows, columns=columns, sharing=sharing, parts=parts)
         for dtype, a_k_major, b_k_major in itertools.product((BFLOAT16, FLOAT16), (True, False), (True, False)):
             case = Case("", (200, 264, 296), dtype, a_k_major, b_k_major, True, "one-hot", tuning)
             shape = Shape(*case.shape, a_k_major, b_k_major)
-            tile = choose_tile(shape, tuning, num_sms=backend.num_sms, arena_bytes=backend.arena_bytes)
+            tile = choose_tile(
+                OPERATOR.description.queries, shape, tuning, num_sms=backend.num_sms, arena_bytes=backend.arena_bytes
+            )
             requests.append(kernel_request(dtype, shape, tile, depth=64, has_bias=True))
             cases.append(case)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -368,7 +361,7 @@ _SIZES = (1, 64, 300, 1024, 5000, 16384)
 def test_every_shape_has_a_tile(k_major: tuple[bool, bool]) -> None:
     geometry = OPERATOR.description.queries
     for shape in (Shape(m, k, n, *k_major) for m in _SIZES for k in _SIZES for n in _SIZES):
-        tile = choose_tile(shape, Tuning(), **_H200)
+        tile = choose_tile(OPERATOR.description.queries, shape, Tuning(), **_H200)
         steps, tiles = (
             math.ceil(shape.depth / 64),
             math.ceil(shape.rows / 128) * math.ceil(shape.columns / tile.columns),
@@ -382,11 +375,13 @@ def test_every_shape_has_a_tile(k_major: tuple[bool, bool]) -> None:
 
 def test_tuning_is_taken() -> None:
     shape = Shape(1024, 1024, 1024, True, True)
-    tile = choose_tile(shape, Tuning(rows=128, columns=96, sharing=1, parts=1, stages=3), **_H200)
+    tile = choose_tile(
+        OPERATOR.description.queries, shape, Tuning(rows=128, columns=96, sharing=1, parts=1, stages=3), **_H200
+    )
     assert tile == Tile(128, 96, 1, 1, 3)
-    assert choose_tile(shape, Tuning(), num_sms=1, arena_bytes=232448).cluster == 1
+    assert choose_tile(OPERATOR.description.queries, shape, Tuning(), num_sms=1, arena_bytes=232448).cluster == 1
     with pytest.raises(ValueError, match="no tile suits"):
-        choose_tile(shape, Tuning(parts=2), **_H200 | {"num_sms": 1})
+        choose_tile(OPERATOR.description.queries, shape, Tuning(parts=2), **_H200 | {"num_sms": 1})
 
 
 def _tuned_wrong() -> dict[str, tuple[str, str, float]]:
