@@ -9,7 +9,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
-from ..runtime.dtypes import fill_nan
 from ..runtime.overlap import check_apart
 from ..runtime.tensor_specs import TensorSpec, TensorSpecs
 from ..runtime.torch_library import TorchOperator
@@ -33,8 +32,8 @@ def gemm_all_to_all(
     """Multiply two matrices, and send equal blocks of the product's rows to the PEs, in one kernel.
 
     The result is that of ``torch.distributed.all_to_all_single(out, a @ b)``: block r of the product goes to PE r, and
-    the result has the blocks of all PEs in rank order. Each element is added up in fp32 and rounded once, so the bits are
-    those of `po.gemm`.
+    the result has the blocks of all PEs in rank order. Each element is added up in fp32 and rounded once, as by
+    `po.gemm`.
 
     Args:
         a: `[M, ..., K]`, float16 or bfloat16, the same shape on every PE; M a multiple of the number of PEs. Rows that
@@ -57,9 +56,9 @@ def gemm_all_to_all(
         PeerTimeoutError, ContractMismatchError: a peer did not answer, or launched something else. On "cuda" the next
             operator or `po.check()` raises them, and the result is NaN.
 
-    Collective, on the current stream. The first call with a shape is blocking; after it, calls may be captured in a CUDA
-    graph. Gradients of a and b: the backward pass exchanges the gradient's rows, then multiplies. Source: the third
-    operator of Punniyamurthy et al., "Optimizing Distributed ML Communication with Fused Computation-Collective
+    Collective, on the current stream. The first call with a shape is blocking; after it, calls may be captured in a
+    CUDA graph. Gradients of a and b: the backward pass exchanges the gradient's rows, then multiplies. Source: the
+    third operator of Punniyamurthy et al., "Optimizing Distributed ML Communication with Fused Computation-Collective
     Operations" (2024).
     """
     result: torch.Tensor = _all_to_all((a, b, algorithm, _world_size()), {"out": out}, (a, b), (out,))
@@ -85,11 +84,12 @@ def gemm_reduce_scatter(
     any number of SMs give the same bits, unless the tile of the shape is divided differently (split-K).
 
     Args:
-        a: `[..., K]`, two or more dimensions, float16 or bfloat16; the same shape on every PE. Rows that do not begin at
-            multiples of 16 bytes are copied first.
+        a: `[..., K]`, two or more dimensions, float16 or bfloat16; the same shape on every PE. Rows that do not begin
+            at multiples of 16 bytes are copied first.
         b: `[K, N]`, dtype of a; each PE has its own. `weight.t()` of an `nn.Linear` costs no copy.
         op: "sum", or "mean" for the sum divided by the number of PEs.
-        scatter_dim: 0 or 1, a dimension of a's rows: PE r gets the r-th of equal parts of it, which its size must allow.
+        scatter_dim: 0 or 1, a dimension of a's rows. PE r gets the r-th of equal parts of it; its size must be a
+            multiple of the number of PEs.
         bias: `[N]`, dtype of a; added once. Each PE uses its own for its rows.
         residual: the shape of the result, dtype of a, contiguous; added once. Each PE has its own.
         wire_dtype: dtype in which products travel: a's dtype (the default), or torch.float32.
@@ -398,7 +398,7 @@ def _exchanged(world: World, key: ExchangeKey, product: torch.Tensor) -> torch.T
     size, columns = world.size, product.shape[1]
     if not key.adds:
         return all_to_all_rows(product)
-    parts, first, segments, rows = key.rows
+    parts, _first, segments, rows = key.rows
     if key.operator == "gemm_all_reduce":
         padded = product.new_zeros((parts * rows, columns))
         padded[: product.shape[0]] = product

@@ -1,11 +1,11 @@
-"""Plans of products whose results PEs exchange: division, kernel, places in the heap, and the choice of an algorithm."""
+"""Plans of products whose results PEs exchange: division, kernel, places in the heap, choice of an algorithm."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 

@@ -1,7 +1,7 @@
 """Exchanges of rows without a product: of gradients, and of products that no kernel of this package can exchange.
 
-torch.distributed makes them where it has a process group of the world's PEs, and `all_reduce` makes them elsewhere. They
-have no gradients of their own.
+torch.distributed makes them where it has a process group of the world's PEs, and `all_reduce` makes them elsewhere.
+They have no gradients of their own.
 """
 
 from __future__ import annotations
