@@ -21,6 +21,7 @@
 
 #include "comm/credits.cuh"
 #include "kernels/gemm_exchange/carrier.cuh"
+#include "kernels/gemm_exchange/partial_sums.cuh"
 #include "platform/entry.cuh"
 
 namespace po::gemm_exchange {
@@ -108,21 +109,30 @@ struct Kernel {
     const int rank = shared.plan.team.rank;
     ProductAdder<Product> adder(wg, call.product);
     ProductRowStore<Product> rows(wg);
+    PartialSums<Traits> partials(shared);
     Slots::Turn sent, received;
     while (!adder.is_over()) {
       const Block block = Traits::block_of(call, adder.position());
       const TaskTrace trace(block.pe != rank);
-      adder.add_up([&] {
-        if constexpr (!PO_ON_DEVICE) {
-          if (wg.size() == 1) loader.load(no_gate);
-        }
-      });
+      const bool is_added = Traits::kAdds && block.pe == rank && block.rows > 0;
+      adder.add_up(
+          [&] {
+            if constexpr (!PO_ON_DEVICE) {
+              if (wg.size() == 1) loader.load(no_gate);
+            }
+          },
+          [&] {
+            if (is_added) partials.begin(adder.tile(), adder.part(), block, received, carrier);
+          });
       if (block.rows <= 0) continue;
       Tile& tile = adder.tile();
       if (block.pe != rank) {
         stage(shared, tile, adder.part(), block, sent, rows, carrier);
       } else {
-        if constexpr (Traits::kAdds) receive(shared, call, tile, adder.part(), block, received, carrier);
+        if constexpr (Traits::kAdds) {
+          partials.add(tile, adder.part(), received, carrier);
+          add_epilogue(shared, call, tile, adder.part(), block);
+        }
         finish(shared, call, tile, adder.part(), block, sent, rows, carrier);
       }
     }
@@ -135,9 +145,10 @@ struct Kernel {
     uint8_t* slot = Traits::slot(shared.plan, carrier.wg(), turn.slot());
     shared.slots.sent[turn.slot()].await(turn.round() - 1);  // @slot-free: at first all are
     if constexpr (Traits::kAdds) {
-      tile.template for_each_eight<1>(part, block.rows, [&](int, const int (&places)[1], const float (&values)[1][8]) {
+      tile.template for_each_eight<1>(part, [&](int i, int, const float (&values)[1][8]) {
+        if (tile.row_of_eight(part, i) >= block.rows) return;
         const Eight<Wire> eight = rounded_eight<Wire>(values[0]);
-        store_vector<sizeof(eight)>(slot + places[0] * sizeof(typename Wire::Storage), eight);
+        store_vector<sizeof(eight)>(slot + tile.place_of_eight(part, i) * sizeof(typename Wire::Storage), eight);
       });
     } else {
       rows.store(tile, part, slot, Traits::kSlotRowBytes, block.rows, block.columns);
@@ -147,18 +158,13 @@ struct Kernel {
     turn.advance();
   }
 
-  // Adds up a tile of the own part over the PEs, in rank order.
-  static PO_FN void receive(Shared& shared, const Call& call, Tile& tile, int part, const Block& block,
-                            Slots::Turn& turn, Carrier& carrier) {
-    if (carrier.is_inline()) {
-      carrier.await_partials(block);
-    } else {
-      shared.slots.there[turn.slot()].await(turn.round());  // @partials-there
-    }
-    if (flag_load_relaxed_wg(&shared.is_missing) == 0) add_partials(shared.plan, tile, part, block);
-    if (!carrier.is_inline()) {
-      hand_over(shared.slots.taken[turn.slot()]);
-      turn.advance();
+  // Adds bias and residual to sums of the own part.
+  static PO_FN void add_epilogue(const Shared& shared, const Call& call, Tile& tile, int part, const Block& block) {
+    if constexpr (kConfig.is_mean) {
+      tile.template for_each_eight<1>(part, [&](int, int, float (&values)[1][8]) {
+        PO_UNROLL
+        for (float& value : values[0]) value /= static_cast<float>(shared.plan.team.size);
+      });
     }
     if constexpr (kConfig.bias) {
       const auto* bias = reinterpret_cast<const typename Element::Storage*>(call.bias);
@@ -177,47 +183,6 @@ struct Kernel {
     }
   }
 
-  static PO_FN void add_partials(const Plan& plan, Tile& tile, int part, const Block& block) {
-    constexpr int kTogether = 4;  // vectors of a thread that are loaded together
-    const int rank = plan.team.rank, size = plan.team.size;
-    const auto add = [&](int pe, int count, const int (&places)[kTogether], float (&sums)[kTogether][8]) {
-      const uint8_t* partial = plan.team.heap + Traits::partial_offset(plan, pe, rank, block);
-      Eight<Wire> eights[kTogether];
-      PO_UNROLL
-      for (int j = 0; j < count; ++j) {
-        eights[j] = load_shared_vector<sizeof(Eight<Wire>)>(partial + places[j] * sizeof(typename Wire::Storage));
-      }
-      PO_UNROLL
-      for (int j = 0; j < count; ++j) add_eight<Wire>(sums[j], eights[j]);
-    };
-    tile.template for_each_eight<kTogether>(
-        part, block.rows, [&](int count, const int (&places)[kTogether], float (&values)[kTogether][8]) {
-          float sums[kTogether][8];
-          PO_UNROLL
-          for (int j = 0; j < count; ++j) {
-            PO_UNROLL
-            for (float& sum : sums[j]) sum = -0.0f;  // changes nothing added to it
-          }
-          PO_NO_UNROLL
-          for (int pe = 0; pe < rank; ++pe) add(pe, count, places, sums);
-          PO_UNROLL
-          for (int j = 0; j < count; ++j) {
-            add_eight<Wire>(sums[j], rounded_eight<Wire>(values[j]));
-            PO_UNROLL
-            for (int i = 0; i < 8; ++i) values[j][i] = sums[j][i];
-          }
-          PO_NO_UNROLL
-          for (int pe = rank + 1; pe < size; ++pe) add(pe, count, places, values);
-          if constexpr (kConfig.is_mean) {
-            PO_UNROLL
-            for (int j = 0; j < count; ++j) {
-              PO_UNROLL
-              for (float& value : values[j]) value /= static_cast<float>(size);
-            }
-          }
-        });
-  }
-
   // Stores a tile of the own part.
   static PO_FN void finish(Shared& shared, const Call& call, Tile& tile, int part, const Block& block,
                            Slots::Turn& turn, ProductRowStore<Product>& rows, Carrier& carrier) {
@@ -229,13 +194,6 @@ struct Kernel {
       hand_over(shared.slots.staged[turn.slot()]);  // @result-stored
       turn.advance();
     }
-  }
-
-  // Arrives for this warp.
-  static PO_FN void hand_over(Handover& handover) {
-    const Warp warp;
-    warp.sync();
-    if (warp.rank() == 0) handover.arrive();
   }
 };
 

@@ -246,9 +246,10 @@ class ProductAdder {
     return {at_.rows(product_, place).row, place.column * Tile::kColumns};
   }
 
-  // Adds up the next tile. `load()`: called before each step, by a thread that also loads.
-  template <class Load>
-  PO_FN void add_up(const Load& load) {
+  // Adds up the next tile. `load()`: called before each step, by a thread that also loads. `ahead()`: called while the
+  // last products are under way.
+  template <class Load, class Ahead>
+  PO_FN void add_up(const Load& load, const Ahead& ahead) {
     int before = 0;
     do {
       load();
@@ -263,9 +264,15 @@ class ProductAdder {
       before = at_.stage();
       at_.advance();
     } while (!at_.is_first());
+    ahead();
     tile_.template settle<0>();
     release(before);
     if constexpr (Traits::kParts == 2) add_other_part();
+  }
+
+  template <class Load>
+  PO_FN void add_up(const Load& load) {
+    add_up(load, [] {});
   }
 
  private:

@@ -56,7 +56,7 @@ PO_FN void add_eight(float (&sums)[8], const Eight<Scalar>& values) {
 }
 
 // `kParts`: WGs that add up different parts of a tile's sums (1 or 2). Each then finishes its own half of the tile.
-// `kHelpers`: on the host, threads of a WG that do not multiply, where there are others.
+// `kHelpers`: kinds of helpers, which do not multiply: one loads. On the host each is a thread, where there are others.
 template <class Element, int kTileRows, int kTileColumns, int kTileDepth, bool kAKMajor, bool kBKMajor, int kParts,
           int kHelpers = 1>
 class ProductTile {
@@ -80,7 +80,8 @@ class ProductTile {
 
 #if PO_ON_DEVICE
 
-  static constexpr int kWarps = 8;  // that add up
+  static constexpr int kWarps = 8;            // that add up
+  static constexpr int kSlabs = kRows / 128;  // of 64 rows, of each warpgroup
   // A warp rounds and stores so many rows and columns at a time.
   static constexpr int kPieceRows = 16;
   static constexpr int kPieceColumns = piece_columns(kColumns, kParts);
@@ -96,8 +97,8 @@ class ProductTile {
   static PO_FN int num_warps(const WorkGroup&) { return kWarps; }
 
   // Divides the registers of 12 warps, at the beginning: four of them do not add up.
-  static PO_FN void take_room() { take_registers<232>(); }
-  static PO_FN void leave_room() { leave_registers<40>(); }
+  static PO_FN void take_room() { take_registers<kHelpers == 1 ? 232 : 224>(); }
+  static PO_FN void leave_room() { leave_registers<kHelpers == 1 ? 40 : 56>(); }
 
   // Starts to add a step; `is_added`: to earlier ones.
   PO_FN void multiply(const uint8_t* a, const uint8_t* b, bool is_added) {
@@ -145,8 +146,7 @@ class ProductTile {
       PO_UNROLL
       for (int first = 0; first < kColumns; first += kPieceColumns) {
         if (kParts > 1 && first * kParts / kColumns != part) continue;
-        const int row = (warp_ / 4 * kSlabs + slab) * 64 + warp_ % 4 * kPieceRows;
-        body(row, first, [&](uint8_t* piece) {
+        body(first_row_of(slab), first, [&](uint8_t* piece) {
           PO_UNROLL
           for (int column = 0; column < kPieceColumns; column += 16) {
             const int byte = lane_ % 16 * kPieceColumns * 2 + column * 2 + lane_ / 16 * 16;
@@ -158,32 +158,37 @@ class ProductTile {
     }
   }
 
-  // Calls body(count, places, values) for the sums that the WG with this part finishes, in the first `rows` of their
-  // rows or a few more: for `count` times eight sums at a time, at most kTogether. Threads of different WGs that have
-  // the same number have the same sums at the same place. The places of each kPieceRows rows follow each other.
+  // What a thread finishes, eight sums at a time. Threads of different WGs that have the same number have the same sums
+  // at the same place. The places of each kPieceRows rows follow each other.
+  static constexpr int kEights = kSlabs * kFinishedColumns / 16;
+  PO_FN int num_eights(int) const { return kEights; }
+  PO_FN int row_of_eight(int, int i) const { return first_row_of(i * 16 / kFinishedColumns); }
+  PO_FN int place_of_eight(int, int i) const {
+    constexpr int kOfSlab = kFinishedColumns / 16;
+    return first_row_of(i / kOfSlab) * kFinishedColumns + (i % kOfSlab * kWarpSize + lane_) * 8;
+  }
+
+  // Calls body(first, count, values) for kTogether times eight sums at a time, the last time perhaps for fewer.
   template <int kTogether, class Body>
-  PO_FN void for_each_eight(int part, int rows, const Body& body) {
-    constexpr int kEights = kFinishedColumns / 16;
+  PO_FN void for_each_eight(int part, const Body& body) {
+    constexpr int kOfSlab = kFinishedColumns / 16;
     PO_UNROLL
-    for (int slab = 0; slab < kSlabs; ++slab) {
-      const int row = (warp_ / 4 * kSlabs + slab) * 64 + warp_ % 4 * kPieceRows;
-      if (row >= rows) continue;
+    for (int first = 0; first < kEights; first += kTogether) {
+      const int count = min_of(kTogether, kEights - first);
+      float values[kTogether][8];
       PO_UNROLL
-      for (int first = 0; first < kEights; first += kTogether) {
-        const int count = min_of(kTogether, kEights - first);
-        int places[kTogether];
-        float values[kTogether][8];
+      for (int j = 0; j < count; ++j) {
         PO_UNROLL
-        for (int j = 0; j < count; ++j) {
-          places[j] = row * kFinishedColumns + ((first + j) * kWarpSize + lane_) * 8;
-          PO_UNROLL
-          for (int i = 0; i < 8; ++i) values[j][i] = finished(slab, part, (first + j) * 8 + i);
+        for (int i = 0; i < 8; ++i) {
+          values[j][i] = finished((first + j) / kOfSlab, part, (first + j) % kOfSlab * 8 + i);
         }
-        body(count, places, values);
+      }
+      body(first, count, values);
+      PO_UNROLL
+      for (int j = 0; j < count; ++j) {
         PO_UNROLL
-        for (int j = 0; j < count; ++j) {
-          PO_UNROLL
-          for (int i = 0; i < 8; ++i) finished(slab, part, (first + j) * 8 + i) = values[j][i];
+        for (int i = 0; i < 8; ++i) {
+          set_finished((first + j) / kOfSlab, part, (first + j) % kOfSlab * 8 + i, values[j][i]);
         }
       }
     }
@@ -197,11 +202,11 @@ class ProductTile {
     for (int slab = 0; slab < kSlabs; ++slab) {
       PO_UNROLL
       for (int i = 0; i < kFinishedColumns / 4; ++i) {
-        const int row = (warp_ / 4 * kSlabs + slab) * 64 + warp_ % 4 * kPieceRows + lane_ / 4 + i % 2 * 8;
+        const int row = first_row_of(slab) + lane_ / 4 + i % 2 * 8;
         if (row >= rows) continue;
         const Pair added = values(row, i / 2 * 8 + lane_ % 4 * 2);
-        finished(slab, part, i * 2) += added.first;
-        finished(slab, part, i * 2 + 1) += added.second;
+        set_finished(slab, part, i * 2, finished(slab, part, i * 2) + added.first);
+        set_finished(slab, part, i * 2 + 1, finished(slab, part, i * 2 + 1) + added.second);
       }
     }
   }
@@ -224,11 +229,18 @@ class ProductTile {
   }
 
  private:
-  PO_FN float& finished(int slab, int part, int i) {
+  PO_FN int first_row_of(int slab) const { return (warp_ / 4 * kSlabs + slab) * 64 + warp_ % 4 * kPieceRows; }
+  PO_FN float finished(int slab, int part, int i) const {
     return kParts == 1 || part == 0 ? sums_[slab][i] : sums_[slab][kColumns / 4 + i];
   }
+  PO_FN void set_finished(int slab, int part, int i, float value) {
+    if (kParts == 1 || part == 0) {
+      sums_[slab][i] = value;
+    } else {
+      sums_[slab][kColumns / 4 + i] = value;
+    }
+  }
 
-  static constexpr int kSlabs = kRows / 128;  // of 64 rows, of each warpgroup
   static constexpr int kSlabBytes = 64 * kDepth * 2;
 
   float sums_[kSlabs][kColumns / 2];
@@ -287,26 +299,37 @@ class ProductTile {
     }
   }
 
+  int num_eights(int part) const {
+    return ceil_div(max_of(0, first_row(part) + kFinishedRows - begin(part)), num_threads_);
+  }
+  int row_of_eight(int part, int i) const { return begin(part) - first_row(part) + i * num_threads_; }
+  int place_of_eight(int part, int i) const { return row_of_eight(part, i) * kColumns; }
+
   template <int kTogether, class Body>
-  void for_each_eight(int part, int rows, const Body& body) {
-    for_each_finished_row(part, rows, [&](int row, float (&sums)[kColumns]) {
-      const int places[kTogether] = {row * kColumns};
+  void for_each_eight(int part, const Body& body) {
+    const int all = num_eights(part);
+    for (int first = 0; first < all; first += kTogether) {
+      const int count = min_of(kTogether, all - first);
       float values[kTogether][8];
-      memcpy(values[0], sums, sizeof(sums));
-      body(1, places, values);
-      memcpy(sums, values[0], sizeof(sums));
-    });
+      for (int j = 0; j < count; ++j)
+        memcpy(values[j], sums_[begin(part) + (first + j) * num_threads_], sizeof(values[j]));
+      body(first, count, values);
+      for (int j = 0; j < count; ++j)
+        memcpy(sums_[begin(part) + (first + j) * num_threads_], values[j], sizeof(values[j]));
+    }
   }
 
   template <class Values>
   void add_to_pairs(int part, int rows, const Values& values) {
-    for_each_finished_row(part, rows, [&](int row, float (&sums)[kColumns]) {
-      for (int column = 0; column < kColumns; column += 2) {
+    for (int i = 0; i < num_eights(part); ++i) {
+      const int row = row_of_eight(part, i);
+      float (&sums)[kColumns] = sums_[first_row(part) + row];
+      for (int column = 0; row < rows && column < kColumns; column += 2) {
         const Pair added = values(row, column);
         sums[column] += added.first;
         sums[column + 1] += added.second;
       }
-    });
+    }
   }
 
   template <class Body>
@@ -323,12 +346,9 @@ class ProductTile {
   }
 
  private:
-  template <class Body>
-  void for_each_finished_row(int part, int rows, const Body& body) {
-    for (int row = thread_; row < kRows; row += num_threads_) {
-      const int place = row - first_row(part);
-      if (0 <= place && place < min_of(rows, kFinishedRows)) body(place, sums_[row]);
-    }
+  // This thread's first row of those that the part finishes.
+  int begin(int part) const {
+    return thread_ + ceil_div(max_of(0, first_row(part) - thread_), num_threads_) * num_threads_;
   }
 
   static float element(const uint8_t* tile, bool is_k_major, int number, int k) {

@@ -75,6 +75,13 @@ struct Slots {
   }
 };
 
+// Arrives for a warp.
+PO_FN void hand_over(Handover& handover) {
+  const Warp warp;
+  warp.sync();
+  if (warp.rank() == 0) handover.arrive();
+}
+
 struct Shared {
   Plan plan;
   uint64_t is_last;
@@ -92,11 +99,12 @@ struct Block {
   int columns;  // that exist
 };
 
-template <Exchange kExchange, class Product_, class Element_, class Wire>
+template <Exchange kExchange, class Product_, class Element_, class Wire_>
 struct ExchangeTraits {
   using Product = Product_;
   using Tile = typename Product::Tile;
   using Element = Element_;
+  using Wire = Wire_;
   static constexpr bool kAdds = kExchange != Exchange::kAllToAll;
   static constexpr bool kReturns = kExchange == Exchange::kAllReduce;  // results to all peers
   static constexpr bool kSendsRows = kExchange != Exchange::kReduceScatter;
@@ -170,7 +178,7 @@ class Carrier {
       if constexpr (Traits::kAdds) {
         await_partials(block);
         shared_.slots.taken[received.slot()].await(received.round() - 1);  // a round at a time
-        arrive(shared_.slots.there[received.slot()]);                      // @partials-told
+        hand_over(shared_.slots.there[received.slot()]);                   // @partials-told
         received.advance();
       }
       if constexpr (Traits::kReturns) {
@@ -255,13 +263,8 @@ class Carrier {
     return plan_.flags_offset + static_cast<uint64_t>(number) * sizeof(uint64_t);
   }
 
-  PO_FN void arrive(Handover& handover) const {
-    warp_.sync();
-    if (warp_.rank() == 0) handover.arrive();
-  }
-
   PO_FN void has_sent(Slots::Turn& turn) const {
-    arrive(shared_.slots.sent[turn.slot()]);  // @tile-sent
+    hand_over(shared_.slots.sent[turn.slot()]);  // @tile-sent
     turn.advance();
   }
 
@@ -276,13 +279,13 @@ class Carrier {
       Vector<16> values[kTogether];
       PO_UNROLL
       for (int j = 0; j < kTogether; ++j) {
-        const int i = first + j * warp_.size(), row = i / kUnits, byte = i % kUnits * 16;
-        if (i < end && byte < row_bytes) values[j] = load_shared_vector<16>(source + row * source_stride + byte);
+        const int i = min_of(first + j * warp_.size(), end - 1), byte = min_of(i % kUnits * 16, row_bytes - 16);
+        values[j] = load_shared_vector<16>(source + i / kUnits * source_stride + byte);
       }
       PO_UNROLL
       for (int j = 0; j < kTogether; ++j) {
-        const int i = first + j * warp_.size(), row = i / kUnits, byte = i % kUnits * 16;
-        if (i < end && byte < row_bytes) store_vector<16>(target + row * target_stride + byte, values[j]);
+        const int i = first + j * warp_.size(), byte = i % kUnits * 16;
+        if (i < end && byte < row_bytes) store_vector<16>(target + i / kUnits * target_stride + byte, values[j]);
       }
     }
   }
