@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -253,7 +254,7 @@ def _tuning(world: World, key: ExchangeKey) -> Tuning:
     if backend.name == "host":
         return tuning
     if backend.leaves_room:  # clusters need SMs side by side
-        tuning = Tuning(tuning.rows, tuning.columns, 1, 1, tuning.stages, tuning.band)
+        tuning = dataclasses.replace(tuning, sharing=1, parts=1)
     tile = _tile(world, key, tuning)
     return Tuning(tile.rows, tile.columns, tile.sharing, tile.parts, tuning.stages, tuning.band)
 
@@ -261,6 +262,8 @@ def _tuning(world: World, key: ExchangeKey) -> Tuning:
 def _tile(world: World, key: ExchangeKey, tuning: Tuning) -> Tile:
     queries, backend = OPERATOR.prepare(world).queries, world.backend
     shape = key.shape._replace(a_k_major=True, b_k_major=True)
+    if key.adds and key.wire_dtype == torch.float32:  # more sums of a thread and their addends would not fit registers
+        tuning = dataclasses.replace(tuning, rows=128)
     return choose_tile(queries, shape, tuning, num_sms=backend.num_sms, arena_bytes=backend.arena_bytes, rows=key.rows)
 
 
