@@ -313,7 +313,9 @@ def _fused(
     residual: _Optional,
     out: _Optional,
 ) -> torch.Tensor:
-    a = _loadable(a.reshape(-1, a.shape[-1]))
+    a = _loadable(a.flatten(0, -2))
+    if is_row_major(a) is False and key.rows.segment_rows % 8:  # boxes begin at multiples of 16 bytes in each column
+        a = _loadable(a.contiguous())
     b = _loadable(b)
     key = key._replace(
         shape=Shape(a.shape[0], a.shape[1], b.shape[1], is_row_major(a) is True, is_row_major(b) is False)
@@ -373,8 +375,10 @@ def _unfused(
     world.workspace.raise_failure()
     if key.stores_to_peers and out is not None:
         world.heap.offset_of(out, "out")  # refuses the same tensors
+    if not math.prod(shape):
+        return a.new_empty(shape) if out is None else out
     with torch.no_grad():
-        product = _product(a.reshape(-1, a.shape[-1]), b, key.wire_dtype)
+        product = _product(a.flatten(0, -2), b, key.wire_dtype)
         total = _exchanged(world, key, product)
         if key.adds:
             total = total / world.size if key.is_mean else total
@@ -504,7 +508,7 @@ def _of_factors(context: Any, gradient: torch.Tensor, shape: torch.Size) -> tupl
     if context.needs_input_grad[0]:
         of_a = gemm(gradient, b.t()).view(shape)
     if context.needs_input_grad[1]:
-        a = a.reshape(-1, a.shape[-1])
+        a = a.flatten(0, -2)
         # In the memory layout of b: that of a weight in nn.Linear is the transposed one.
         of_b = gemm(gradient.t(), a).t() if context.is_b_transposed else gemm(a.t(), gradient)
     return of_a, of_b
@@ -517,7 +521,7 @@ def _set_up_all_to_all(context: Any, inputs: tuple[Any, ...], output: torch.Tens
 
 
 def _backward_all_to_all(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    rows = all_to_all_rows(gradient.reshape(-1, gradient.shape[-1]).contiguous())
+    rows = all_to_all_rows(gradient.flatten(0, -2).contiguous())
     return *_of_factors(context, rows, context.shape), None, None
 
 
@@ -530,12 +534,12 @@ def _set_up_reduce_scatter(context: Any, inputs: tuple[Any, ...], output: torch.
 
 def _backward_reduce_scatter(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     columns, dim, size = gradient.shape[-1], context.scatter_dim, context.size
-    of_bias = gradient.reshape(-1, columns).sum(0) if context.needs_input_grad[2] else None
+    of_bias = gradient.flatten(0, -2).sum(0) if context.needs_input_grad[2] else None
     of_residual = gradient if context.needs_input_grad[3] else None
     of_a = of_b = None
     if context.needs_input_grad[0] or context.needs_input_grad[1]:
         of_product = gradient if context.divisor == 1 else gradient / context.divisor
-        gathered = all_gather_rows(of_product.reshape(-1, columns).contiguous(), size)
+        gathered = all_gather_rows(of_product.flatten(0, -2).contiguous(), size)
         outer = math.prod(context.shape[:dim])
         rows = gathered.view(size, outer, -1, columns).transpose(0, 1).reshape(-1, columns)
         of_a, of_b = _of_factors(context, rows, context.shape)
@@ -549,7 +553,7 @@ def _set_up_all_reduce(context: Any, inputs: tuple[Any, ...], output: torch.Tens
 
 
 def _backward_all_reduce(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    rows = gradient.reshape(-1, gradient.shape[-1])
+    rows = gradient.flatten(0, -2)
     of_bias = rows.sum(0) if context.needs_input_grad[2] else None
     of_residual = gradient if context.needs_input_grad[3] else None
     return *_of_factors(context, rows, context.shape), of_bias, of_residual, None, None
