@@ -150,6 +150,7 @@ template <class Traits>
 class Carrier {
   using Product = typename Traits::Product;
   using Tile = typename Traits::Tile;
+  static constexpr int kResultRowBytes = Tile::kFinishedColumns * 2;
 
  public:
   PO_FN Carrier(const WorkGroup& wg, Shared& shared, const Call& call)
@@ -194,16 +195,16 @@ class Carrier {
   PO_FN void send(const Block& block, const uint8_t* slot) {
     if (!may_store_to(block.pe)) return;
     if constexpr (Traits::kAdds) {
+      constexpr int kRowBytes = Traits::kSlotRowBytes;
       const int rows = ceil_div(block.rows, Tile::kPieceRows) * Tile::kPieceRows;
-      const int64_t stride = Traits::kSlotRowBytes;
-      copy(slot, stride, address(block.pe, Traits::partial_offset(plan_, team_.rank, block.pe, block)), stride, rows,
-           Traits::kSlotRowBytes);
+      uint8_t* partials = address(block.pe, Traits::partial_offset(plan_, team_.rank, block.pe, block));
+      copy<kRowBytes>(slot, kRowBytes, partials, kRowBytes, rows, kRowBytes);
       warp_.sync();  // @partials-stored
       if (warp_.rank() == 0) signal(team_, block.pe, flag_offset(team_.rank, block), launch_flag(team_));
     } else {
       const int64_t place = Traits::output_place(team_, call_, block);
-      copy(slot, Traits::kSlotRowBytes, address(block.pe, granted_output(team_, block.pe)) + place, call_.row_bytes,
-           block.rows, block.columns * 2);
+      copy<kResultRowBytes>(slot, kResultRowBytes, address(block.pe, granted_output(team_, block.pe)) + place,
+                            call_.row_bytes, block.rows, block.columns * 2);
     }
   }
 
@@ -213,8 +214,8 @@ class Carrier {
     for (int hops = 1; hops < team_.size; ++hops) {
       const int pe = (team_.rank + hops) % team_.size;
       if (!may_store_to(pe)) continue;
-      copy(call_.output + place, call_.row_bytes, address(pe, granted_output(team_, pe)) + place, call_.row_bytes,
-           block.rows, block.columns * 2);
+      copy<kResultRowBytes>(call_.output + place, call_.row_bytes, address(pe, granted_output(team_, pe)) + place,
+                            call_.row_bytes, block.rows, block.columns * 2);
     }
   }
 
@@ -268,10 +269,11 @@ class Carrier {
     turn.advance();
   }
 
-  // Copies this carrier's share of some rows, of which so many bytes exist.
+  // Copies this carrier's share of some rows of a block, of which so many bytes exist.
+  template <int kRowBytes>
   PO_FN void copy(const uint8_t* source, int64_t source_stride, uint8_t* target, int64_t target_stride, int rows,
                   int row_bytes) const {
-    constexpr int kUnits = Traits::kSlotRowBytes / 16, kTogether = 4;
+    constexpr int kUnits = kRowBytes / 16, kTogether = 4;
     const int carriers = is_inline() ? 1 : kCarriers;
     const int begin = rows * share() / carriers * kUnits, end = rows * (share() + 1) / carriers * kUnits;
     PO_NO_UNROLL
