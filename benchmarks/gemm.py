@@ -73,6 +73,17 @@ def shape_named(name: str) -> Shape:
     return Shape(rows, depth, columns, True, found[4] is None)
 
 
+def copies_and_passes(backend: str, shape: Shape) -> tuple[int, int]:
+    """Return the copies of a product's operands that take turns, and how often a graph goes through all of them."""
+    rows, depth, columns, _, _ = shape
+    if backend != "cuda":
+        return _FEWEST_COPIES, 1
+    bytes_each = (rows * depth + depth * columns + rows * columns) * DTYPE.itemsize
+    copies = max(_FEWEST_COPIES, min(_ROTATED_BYTES // bytes_each + 1, _MOST_COPIES))
+    seconds = max(2 * rows * depth * columns / _FLOPS, _SHORTEST_SECONDS)
+    return copies, math.ceil(_SPAN_SECONDS / (seconds * copies))
+
+
 @dataclass(frozen=True)
 class Options(harness.experiment.Options):
     """The options of a run; see the command line's help."""
@@ -98,11 +109,7 @@ class Products(Trial):
         self._generator = torch.Generator(world.backend.device).manual_seed(91 + world.rank)
         rows, depth, columns, _, _ = self._shape
         self.flop = 2 * rows * depth * columns
-        bytes_each = (rows * depth + depth * columns + rows * columns) * DTYPE.itemsize
-        copies, self._passes = _FEWEST_COPIES, 1
-        if world.backend.name == "cuda":
-            copies = max(_FEWEST_COPIES, min(_ROTATED_BYTES // bytes_each + 1, _MOST_COPIES))
-            self._passes = math.ceil(_SPAN_SECONDS / (max(self.flop / _FLOPS, _SHORTEST_SECONDS) * copies))
+        copies, self._passes = copies_and_passes(world.backend.name, self._shape)
         self._inputs = [self._drawn(lambda x: x.normal_(generator=self._generator)) for _ in range(copies)]
         self._outs = [self._empty(rows, columns) for _ in range(copies)]
 

@@ -26,6 +26,7 @@ import dlrm_embedding
 import embedding.methods
 import embedding_backward
 import gemm
+import gemm_exchange
 import gemv.methods
 import row_parallel_linear
 import sparse.methods
@@ -263,6 +264,18 @@ def _gemm_tables(run: Run) -> list[str]:
     return tables
 
 
+def _gemm_exchange_tables(run: Run) -> list[str]:
+    """Return tables for each exchange: the times, and what the cost model predicts."""
+    tables = []
+    for exchange in unique(select(run.lines, "time"), "exchange"):
+        by_shape = _by(select(run.lines, "time", exchange=exchange), "shape_name")
+        for columns, cells in gemm_exchange.TABLES:
+            rows = [[f"`{shape}`", *cells(by_method)] for shape, by_method in by_shape.items()]
+            names = [column.replace("\n", " ") for column in columns]
+            tables.append(_table([f"us, gemm_{exchange}, {pes_text(run.pes)}", *names], rows))
+    return tables
+
+
 def _all_reduce_tables(run: Run) -> list[str]:
     return [_sums_table(run, norms=norms) for norms in (False, True)]
 
@@ -371,6 +384,7 @@ _TABLES: dict[str, Callable[[Run], list[str]]] = {
     "embedding_all_to_all": _embedding_tables,
     "embedding_backward": _backward_tables,
     "gemm": _gemm_tables,
+    "gemm_exchange": _gemm_exchange_tables,
     "gemv_all_reduce": _gemv_tables,
     "all_reduce": _all_reduce_tables,
     "row_parallel_linear": _row_parallel_tables,

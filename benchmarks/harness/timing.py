@@ -21,6 +21,7 @@ __all__ = [
     "on_stream",
     "plain",
     "quantile",
+    "queued",
     "record",
     "time_interleaved",
     "time_replays",
@@ -34,10 +35,17 @@ _CYCLES_PER_SECOND = 1.9e9  # about an H200's that sleeps
 
 @dataclass(frozen=True)
 class Subject:
-    """A subject of timing: `replay` runs `calls` calls of a method, each on another set of inputs."""
+    """A subject of timing.
+
+    Attributes:
+        replay: runs `calls` calls of a method, each on another set of inputs.
+        queue_seconds: that the GPU sleeps before a burst, which is one replay then, while the host queues all of it; 0:
+            the host is fast enough.
+    """
 
     replay: Callable[[], object]
     calls: int
+    queue_seconds: float = 0.0
 
 
 @contextmanager
@@ -88,14 +96,30 @@ def record(world: World, calls: Sequence[Callable[[], object]], *, stream: torch
     return Subject(graph.replay, len(calls))
 
 
-def _burst_seconds(world: World, replay: Callable[[], object], replays: int, pause: float = 0.0) -> float:
+def queued(world: World, calls: Sequence[Callable[[], object]]) -> Subject:
+    """Make one function of calls that no graph takes, and that the host needs longer for than the GPU."""
+    once = plain(calls)
+    if world.backend.name != "cuda":
+        return once
+    once.replay()
+    world.check()
+    begin = time.perf_counter()
+    once.replay()
+    seconds = time.perf_counter() - begin
+    world.check()
+    return Subject(once.replay, once.calls, 3 * seconds)  # a burst follows a replay that is not timed
+
+
+def _burst_seconds(world: World, subject: Subject, replays: int, pause: float = 0.0) -> float:
     """Return the seconds that `replays` replays take on this PE.
 
     They come after one that lets all PEs begin together, or after a pause of so many seconds.
     """
     world.barrier()
+    if subject.queue_seconds:
+        sleep_on_gpu(round(subject.queue_seconds * _CYCLES_PER_SECOND))
     if not pause:
-        replay()
+        subject.replay()
     elif world.backend.name == "cuda":
         sleep_on_gpu(round(pause * _CYCLES_PER_SECOND))
     else:
@@ -103,12 +127,12 @@ def _burst_seconds(world: World, replay: Callable[[], object], replays: int, pau
     if world.backend.name != "cuda":
         begin = time.perf_counter()
         for _ in range(replays):
-            replay()
+            subject.replay()
         return time.perf_counter() - begin
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(replays):
-        replay()
+        subject.replay()
     end.record()
     world.check()
     return float(start.elapsed_time(end)) / 1e3
@@ -131,12 +155,13 @@ def time_interleaved(
     """
     replays, pause = {}, {}
     for name, subject in subjects.items():
-        seconds = max(gather(_burst_seconds(world, subject.replay, 1)))
-        replays[name] = min(max(math.ceil(burst_seconds / max(seconds, 1e-9)), 1), _MAX_REPLAYS)
+        seconds = max(gather(_burst_seconds(world, subject, 1)))
+        most = 1 if subject.queue_seconds else _MAX_REPLAYS
+        replays[name] = min(max(math.ceil(burst_seconds / max(seconds, 1e-9)), 1), most)
         pause[name] = pauses * seconds * replays[name]
     times: dict[str, list[float]] = {name: [] for name in subjects}
     for name in in_turn(subjects, rounds):
-        seconds = _burst_seconds(world, subjects[name].replay, replays[name], pause[name])
+        seconds = _burst_seconds(world, subjects[name], replays[name], pause[name])
         times[name].append(seconds / replays[name] / subjects[name].calls)
     return times
 

@@ -13,7 +13,7 @@ import persistent_ops as po
 from ..runtime.torch_private import symmetric_memory
 from .pes import agree
 
-__all__ = ["allocate", "one_shot", "rendezvous", "symmetric_buffer", "two_shot"]
+__all__ = ["allocate", "matmul_reduce_scatter", "one_shot", "rendezvous", "symmetric_buffer", "two_shot"]
 
 
 def allocate(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -73,6 +73,12 @@ def two_shot(x: torch.Tensor) -> torch.Tensor:
     """Sum a symmetric tensor over the PEs in place; returns it."""
     torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", _group_name())
     return x
+
+
+def matmul_reduce_scatter(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return this PE's rows of the sum of `a @ b` over the PEs; the tensors need not be symmetric."""
+    result: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, _group_name())
+    return result
 
 
 def _group_name() -> Any:  # what torch calls a GroupName

@@ -237,6 +237,7 @@ _SMALL = {
     "embedding_all_to_all": ("--configs", "B512_T32_P10"),
     "embedding_backward": ("--configs", "B512_T32_P10"),
     "gemm": ("--shapes", "16x32x24", "--loads", "sustained"),
+    "gemm_exchange": ("--shapes", "16x32x24", "--exchanges", "reduce_scatter"),
     "gemv_all_reduce": ("--shapes", "8192x1024"),
     "sparse_all_reduce": ("--cases", "100kx512_4k_zipf", "--sweeps", "none"),
 }
@@ -250,6 +251,7 @@ _SMALL = {
         ("embedding_backward", "fused", "a replay: "),
         ("embedding_backward", "unfused_torch", "a replay: "),
         ("gemm", "gemm", "a replay gives other bits than a call"),
+        ("gemm_exchange", "fused", "a replay gives other bits than a call"),
         ("gemv_all_reduce", "gemv_alone", "a replay gives other bits than a call"),
     ],
 )
@@ -350,6 +352,12 @@ _WRONG = {
         "--shapes 8x8": "--shapes: expected MxKxN or MxKxN_N",
         "--shapes 8x12x8": "with multiples of 8 for K and N, got 8x12x8",
         "--loads idle": "--loads: there is no idle",
+    },
+    "gemm_exchange": {
+        "--shapes 8x8": "--shapes: expected MxKxN",
+        "--shapes 16x8x8,6x8x8 --worlds 2,4": "expected a multiple of 4, the number of PEs, for M, got 6x8x8",
+        "--exchanges broadcast": "--exchanges: there is no broadcast",
+        "--sweep --shapes 8x8x8": "not allowed with argument",
     },
     "gemv_all_reduce": {
         "--shapes 1by1": "there is no 1by1",
