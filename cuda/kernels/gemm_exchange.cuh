@@ -58,8 +58,13 @@ struct Kernel {
   static constexpr int kBlocksPerSm = 1;
   static constexpr size_t kHostArenaBytes = sizeof(typename Product::Arena);
 
+  struct Begun {
+    ProductLoader<Product> loader;
+    uint64_t last_epoch;  // from the WG's first thread
+  };
+
   // Brings the first tiles before the plan is there.
-  static PO_FN ProductLoader<Product> begin(const WorkGroup& wg, const Call& call) {
+  static PO_FN Begun begin(const WorkGroup& wg, const Call& call) {
     if (wg.rank() == 0) {
       prefetch_map(call.product.a);
       prefetch_map(call.product.b);
@@ -67,52 +72,71 @@ struct Kernel {
     Product::start(wg);
     release_successor();
     await_predecessor();
-    ProductLoader<Product> loader(wg, call.product);
+    Begun begun{ProductLoader<Product>(wg, call.product), 0};
+    if (wg.rank() == 0) begun.last_epoch = flag_load_relaxed_sys(&call.local->epoch);
     if (Product::loads(wg) && wg.size() > 1) {
-      for (int stage = 0; stage < Product::kStages; ++stage) loader.load(no_gate);
+      for (int stage = 0; stage < Product::kStages; ++stage) begun.loader.load(no_gate);
     }
-    return loader;
+    return begun;
   }
 
-  static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, ProductLoader<Product>& loader) {
-    Team& team = shared.plan.team;
+  static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call, Begun& begun) {
     if (wg.rank() == 0) {
+      shared.plan.team.epoch = begun.last_epoch + 1;
       shared.slots.start(Tile::num_warps(wg));
       shared.is_missing = 0;
     }
-    begin_launch(team, wg);
+    wg.sync();  // @exchange-epoch-known
     Carrier carrier(wg, shared, call);
     if (wg.warp_index() < Tile::num_warps(wg)) {
       Tile::take_room();
-      multiply(wg, shared, call, loader, carrier);
+      multiply(wg, shared, call, begun.loader, carrier);
     } else {
       Tile::leave_room();
       if (carrier.carries()) {
         carrier.run();
       } else {
-        while (Product::loads(wg) && loader.load(no_gate)) {
+        while (Product::loads(wg) && begun.loader.load(no_gate)) {
         }
       }
     }
     if constexpr (Cluster::kSize > 1) Cluster(wg).meet();  // a neighbor may still bring tiles here
-    leave_launch(team, wg, &shared.is_last, 0, 0);
-    if (shared.is_last != 0 && is_aborted(team)) {
-      poison(wg, reinterpret_cast<uint16_t*>(call.output), shared.plan.output_words);  // @product-poison
-    }
+    wg.sync();                                             // @exchange-done
+    if (flag_load_relaxed_wg(&shared.is_missing) != 0) poison_share(wg, shared, call);  // @exchange-poison
   }
 
  private:
   static PO_FN void no_gate(ProductTiles::Place) {}
 
+  // Fills with NaN what this WG stores, and what the same WG of each peer stores here.
+  static PO_FN void poison_share(const WorkGroup& wg, const Shared& shared, const Call& call) {
+    const int rank = shared.plan.team.rank, size = shared.plan.team.size;
+    const ProductTiles& tiles = call.product.tiles;
+    for (int pe = 0; pe < size; ++pe) {
+      for (ProductPosition<Product> at(wg, tiles); !at.is_over(tiles); at.skip_tile()) {
+        const Block block = Traits::block_of(call, at, (pe + 1) % size);
+        if (block.rows <= 0 || block.pe != (Traits::kReturns ? pe : rank)) continue;
+        if (!Traits::kSendsRows && pe != rank) continue;
+        auto* output = reinterpret_cast<uint16_t*>(call.output + Traits::output_place(pe, call, block));
+        const int columns = min_of(block.columns, Tile::kFinishedColumns);
+        for (int i = wg.rank(); i < block.rows * columns; i += wg.size()) {
+          output[i / columns * (call.row_bytes / 2) + i % columns] = 0xffff;
+        }
+      }
+    }
+  }
+
   static PO_FN void multiply(const WorkGroup& wg, Shared& shared, const Call& call,
                              [[maybe_unused]] ProductLoader<Product>& loader, Carrier& carrier) {
     const int rank = shared.plan.team.rank;
+    if (carrier.is_inline()) carrier.begin();
     ProductAdder<Product> adder(wg, call.product);
     ProductRowStore<Product> rows(wg);
     PartialSums<Traits> partials(shared);
     Slots::Turn sent, received;
     while (!adder.is_over()) {
       const Block block = Traits::block_of(call, adder.position());
+      const bool is_last = adder.position().is_last(call.product.tiles);
       const TaskTrace trace(block.pe != rank);
       const bool is_added = Traits::kAdds && block.pe == rank && block.rows > 0;
       adder.add_up(
@@ -127,7 +151,7 @@ struct Kernel {
       if (block.rows <= 0) continue;
       Tile& tile = adder.tile();
       if (block.pe != rank) {
-        stage(shared, tile, adder.part(), block, sent, rows, carrier);
+        stage(shared, call, tile, adder.part(), block, is_last && !carrier.is_inline(), sent, rows, carrier);
       } else {
         if constexpr (Traits::kAdds) {
           partials.add(tile, adder.part(), received, carrier);
@@ -139,21 +163,28 @@ struct Kernel {
     if (carrier.is_inline()) carrier.end();
   }
 
-  // Leaves a tile of a peer's part to the carriers.
-  static PO_FN void stage(Shared& shared, Tile& tile, int part, const Block& block, Slots::Turn& turn,
-                          ProductRowStore<Product>& rows, Carrier& carrier) {
-    uint8_t* slot = Traits::slot(shared.plan, carrier.wg(), turn.slot());
-    shared.slots.sent[turn.slot()].await(turn.round() - 1);  // @slot-free: at first all are
-    if constexpr (Traits::kAdds) {
+  // Leaves a tile of a peer's part to the carriers. The last tile is stored to the peer at once.
+  static PO_FN void stage(Shared& shared, const Call& call, Tile& tile, int part, const Block& block, bool is_last,
+                          Slots::Turn& turn, ProductRowStore<Product>& rows, Carrier& carrier) {
+    uint8_t* place = Traits::slot(shared.plan, carrier.wg(), turn.slot());
+    if (is_last) {
+      shared.slots.there[0].await(0);  // @peer-opened: this WG has had no tile of the own part
+      place = shared.peer_place;
+    } else {
+      shared.slots.sent[turn.slot()].await(turn.round() - 1);  // @exchange-slot-free: at first all are
+    }
+    if (place == nullptr) {
+      // The launch has been given up.
+    } else if constexpr (Traits::kAdds) {
       tile.template for_each_eight<1>(part, [&](int i, int, const float (&values)[1][8]) {
         if (tile.row_of_eight(part, i) >= block.rows) return;
         const Eight<Wire> eight = rounded_eight<Wire>(values[0]);
-        store_vector<sizeof(eight)>(slot + tile.place_of_eight(part, i) * sizeof(typename Wire::Storage), eight);
+        store_vector<sizeof(eight)>(place + tile.place_of_eight(part, i) * sizeof(typename Wire::Storage), eight);
       });
     } else {
-      rows.store(tile, part, slot, Traits::kSlotRowBytes, block.rows, block.columns);
+      rows.store(tile, part, place, is_last ? call.row_bytes : Traits::kSlotRowBytes, block.rows, block.columns);
     }
-    if (carrier.is_inline()) return carrier.send(block, slot);
+    if (carrier.is_inline()) return carrier.send(block, place);
     hand_over(shared.slots.staged[turn.slot()]);  // @tile-staged
     turn.advance();
   }
@@ -173,7 +204,7 @@ struct Kernel {
           [&](int column) { return first + column < call.columns ? Element::to_float(bias[first + column]) : 0.0f; });
     }
     if constexpr (kConfig.residual) {
-      const uint8_t* residual = call.residual + Traits::output_place(shared.plan.team, call, block);
+      const uint8_t* residual = call.residual + Traits::output_place(shared.plan.team.rank, call, block);
       tile.add_to_pairs(part, block.rows, [&](int row, int column) -> typename Tile::Pair {
         if (column >= block.columns) return {0, 0};
         typename Element::Storage pair[2];
@@ -186,7 +217,7 @@ struct Kernel {
   // Stores a tile of the own part.
   static PO_FN void finish(Shared& shared, const Call& call, Tile& tile, int part, const Block& block,
                            Slots::Turn& turn, ProductRowStore<Product>& rows, Carrier& carrier) {
-    uint8_t* output = call.output + Traits::output_place(shared.plan.team, call, block);
+    uint8_t* output = call.output + Traits::output_place(shared.plan.team.rank, call, block);
     if constexpr (Traits::kReturns) shared.slots.sent[turn.slot()].await(turn.round() - 1);
     rows.store(tile, part, output, call.row_bytes, block.rows, block.columns);
     if constexpr (Traits::kReturns) {

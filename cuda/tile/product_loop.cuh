@@ -117,6 +117,7 @@ class ProductPosition {
   PO_FN bool is_over(const ProductTiles& tiles) const { return number_ >= tiles.count(); }
   PO_FN int number() const { return number_; }
   PO_FN void skip_tile() { number_ += stride_; }
+  PO_FN bool is_last(const ProductTiles& tiles) const { return number_ + stride_ >= tiles.count(); }
 
   // The rows of this WG's tile, and its column of tiles.
   PO_FN ProductRows::Place rows(const Product& product, ProductTiles::Place place) const {

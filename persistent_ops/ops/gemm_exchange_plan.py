@@ -112,13 +112,6 @@ class ExchangeKey(NamedTuple):
         """Whether peers store to the output, which lies in the heap."""
         return self.operator != "gemm_reduce_scatter"
 
-    @property
-    def output_rows(self) -> int:
-        """The rows of a PE's output."""
-        return (
-            self.rows.segments * self.rows.segment_rows if self.operator == "gemm_reduce_scatter" else self.shape.rows
-        )
-
 
 def kernel_request(key: ExchangeKey, tile: Tile, *, depth: int) -> KernelRequest:
     """Return the kernel for a key and a tile; `depth`: of a step."""
@@ -216,8 +209,8 @@ class ExchangePlan(Plan):
             flags_offset=offsets[1],
             blocks_per_part=self._division.blocks_per_part,
             slots=held[-1].address,
-            output_words=self._key.output_rows * self._key.shape.columns,
         )
+        self._template.local = plan.team.local
         self._words = upload(self._world.backend, plan)
         self._address = self._words.data_ptr()
         self.held = held
@@ -244,7 +237,9 @@ class ExchangePlan(Plan):
         call.output, call.output_offset = output, output_offset
         call.bias = 0 if bias is None else bias.data_ptr()
         call.residual = 0 if residual is None else residual.data_ptr()
-        self._world.workspace.launch(self._kernel, self._division.grid, self._address, call)
+        self._world.workspace.launch(
+            self._kernel, self._division.grid, self._address, call, begins_early=self._world.backend.begins_early
+        )
 
 
 def _tuning(world: World, key: ExchangeKey) -> Tuning:

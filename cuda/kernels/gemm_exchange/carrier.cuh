@@ -25,10 +25,9 @@ struct Plan {
   uint64_t partials_offset;  // in every heap: [senders, without this PE][blocks of a part], of partial sums
   uint64_t flags_offset;     // in every heap: uint64_t[size][blocks of a part][kCarriers]
   int64_t blocks_per_part;
-  uint8_t* slots;        // [WGs][kSlots], of tiles on their way; private
-  int64_t output_words;  // of 16 bits
+  uint8_t* slots;  // [WGs][kSlots], of tiles on their way; private
 };
-PO_DESCRIBE(Plan, team, partials_offset, flags_offset, blocks_per_part, slots, output_words)
+PO_DESCRIBE(Plan, team, partials_offset, flags_offset, blocks_per_part, slots)
 
 struct Call {
   Product product;
@@ -38,14 +37,16 @@ struct Call {
   const uint8_t* residual;  // as the output
   int64_t columns;          // of the output
   int64_t row_bytes;        // of the output
+  const LocalState* local;  // the team's; `begin` needs it before the plan is there
 };
-PO_DESCRIBE(Call, product, output, output_offset, bias, residual, columns, row_bytes)
+PO_DESCRIBE(Call, product, output, output_offset, bias, residual, columns, row_bytes, local)
 
 // What the warps of a WG hand to each other.
 struct Slots {
   Handover staged[kSlots];  // a tile lies in its slot, or a result in the output
   Handover sent[kSlots];
-  Handover there[kSlots];  // the peers' partial sums of a tile
+  Handover
+      there[kSlots];  // the peers' partial sums of a tile, or the credit for a tile that is stored to a peer directly
   Handover taken[kSlots];
 
   // Where a warp has come to.
@@ -84,8 +85,8 @@ PO_FN void hand_over(Handover& handover) {
 
 struct Shared {
   Plan plan;
-  uint64_t is_last;
-  uint64_t is_missing;  // 1: some partial sums did not come
+  uint64_t is_missing;  // 1: something did not come from a peer
+  uint8_t* peer_place;  // where the last tile is stored at a peer; null: nowhere
   Slots slots;
 };
 
@@ -112,10 +113,13 @@ struct ExchangeTraits {
       Tile::kFinishedColumns * static_cast<int>(kAdds ? sizeof(typename Wire::Storage) : 2);
   static constexpr int64_t kSlotBytes = static_cast<int64_t>(Tile::kFinishedRows) * kSlotRowBytes;
 
-  static PO_FN Block block_of(const Call& call, const ProductPosition<Product>& at) {
+  // `first_part`: whose tiles come first on the PE that makes them.
+  static PO_FN Block block_of(const Call& call, const ProductPosition<Product>& at, int first_part) {
     const ProductTiles& tiles = call.product.tiles;
     const ProductTiles::Place place = tiles.place_of(at.number());
-    const ProductRows::Place rows = at.rows(call.product, place);
+    ProductRows all_rows = call.product.rows;
+    all_rows.first_part = first_part;
+    const ProductRows::Place rows = all_rows.place_of(place.row * Product::kSharing + at.sharer(), Tile::kRows);
     const int part = at.part(), column = place.column * Tile::kColumns + Tile::first_column(part);
     const int64_t number = (static_cast<int64_t>(rows.number) * tiles.columns + place.column) * Product::kParts + part;
     return {rows.part,
@@ -124,6 +128,9 @@ struct ExchangeTraits {
             min_of(rows.count - Tile::first_row(part), Tile::kFinishedRows),
             column,
             static_cast<int>(call.columns) - column};
+  }
+  static PO_FN Block block_of(const Call& call, const ProductPosition<Product>& at) {
+    return block_of(call, at, call.product.rows.first_part);
   }
 
   static PO_FN uint8_t* slot(const Plan& plan, const WorkGroup& wg, int slot) {
@@ -138,10 +145,10 @@ struct ExchangeTraits {
 
   // Where a block lies in the output of the PE that it belongs to. All-to-all: the rows of this PE come at its rank.
   // All-reduce: all outputs have all parts.
-  static PO_FN int64_t output_place(const Team& team, const Call& call, const Block& block) {
+  static PO_FN int64_t output_place(int sender, const Call& call, const Block& block) {
     const ProductRows& rows = call.product.rows;
     const int64_t part_rows = static_cast<int64_t>(rows.segments) * rows.segment_rows;
-    const int64_t first = kReturns ? block.pe * part_rows : kSendsRows ? team.rank * part_rows : 0;
+    const int64_t first = kReturns ? block.pe * part_rows : kSendsRows ? sender * part_rows : 0;
     return (first + block.row) * call.row_bytes + block.column * 2;
   }
 };
@@ -156,21 +163,34 @@ class Carrier {
   PO_FN Carrier(const WorkGroup& wg, Shared& shared, const Call& call)
       : wg_(wg), shared_(shared), plan_(shared.plan), team_(shared.plan.team), call_(call) {
     number_ = wg.warp_index() - (PO_ON_DEVICE ? wg.num_warps() - kCarriers : Tile::num_warps(wg) + 1);
-    if (wg.index() == 0 && wg.warp_index() == wg.num_warps() - 1) grant_credit(team_, warp_, call.output_offset);
   }
 
   PO_FN const WorkGroup& wg() const { return wg_; }
   PO_FN bool is_inline() const { return !PO_ON_DEVICE && wg_.size() < 3; }
   PO_FN bool carries() const { return number_ >= 0; }
 
+  // Grants credit, and closes the epoch: no WG counts itself out at the end. All threads of the WG know the epoch.
+  PO_FN void begin() const {
+    if (share() != 0) return;
+    if (wg_.index() == 0) grant_credit(team_, warp_, call_.output_offset);
+    if (warp_.rank() == 0) close_epoch(team_, wg_);
+  }
+
   // Does all that is there to do.
   PO_FN void run() {
     const ProductTiles& tiles = call_.product.tiles;
     Slots::Turn sent, received;
+    begin();
     for (ProductPosition<Product> at(wg_, tiles); !at.is_over(tiles); at.skip_tile()) {
       const Block block = Traits::block_of(call_, at);
       if (block.rows <= 0) continue;
       if (block.pe != team_.rank) {
+        if (at.is_last(tiles)) {
+          open(block);
+          shared_.slots.staged[sent.slot()].await(sent.round());  // @carrier-stored
+          if (Traits::kAdds && may_store_to(block.pe)) tell(block);
+          continue;
+        }
         shared_.slots.staged[sent.slot()].await(sent.round());  // @carrier-staged
         send(block, Traits::slot(plan_, wg_, sent.slot()));
         has_sent(sent);
@@ -197,25 +217,22 @@ class Carrier {
     if constexpr (Traits::kAdds) {
       constexpr int kRowBytes = Traits::kSlotRowBytes;
       const int rows = ceil_div(block.rows, Tile::kPieceRows) * Tile::kPieceRows;
-      uint8_t* partials = address(block.pe, Traits::partial_offset(plan_, team_.rank, block.pe, block));
-      copy<kRowBytes>(slot, kRowBytes, partials, kRowBytes, rows, kRowBytes);
-      warp_.sync();  // @partials-stored
-      if (warp_.rank() == 0) signal(team_, block.pe, flag_offset(team_.rank, block), launch_flag(team_));
+      copy<kRowBytes>(slot, kRowBytes, place_at(block.pe, block), kRowBytes, rows, kRowBytes);
+      tell(block);
     } else {
-      const int64_t place = Traits::output_place(team_, call_, block);
-      copy<kResultRowBytes>(slot, kResultRowBytes, address(block.pe, granted_output(team_, block.pe)) + place,
-                            call_.row_bytes, block.rows, block.columns * 2);
+      copy<kResultRowBytes>(slot, kResultRowBytes, place_at(block.pe, block), call_.row_bytes, block.rows,
+                            block.columns * 2);
     }
   }
 
   // Sends a result to all peers.
   PO_FN void send_result(const Block& block) {
-    const int64_t place = Traits::output_place(team_, call_, block);
+    const uint8_t* result = call_.output + Traits::output_place(team_.rank, call_, block);
     for (int hops = 1; hops < team_.size; ++hops) {
       const int pe = (team_.rank + hops) % team_.size;
       if (!may_store_to(pe)) continue;
-      copy<kResultRowBytes>(call_.output + place, call_.row_bytes, address(pe, granted_output(team_, pe)) + place,
-                            call_.row_bytes, block.rows, block.columns * 2);
+      const int row_bytes = block.columns * 2;
+      copy<kResultRowBytes>(result, call_.row_bytes, output_at(pe, block), call_.row_bytes, block.rows, row_bytes);
     }
   }
 
@@ -227,7 +244,7 @@ class Carrier {
       const auto index = static_cast<uint64_t>(block.number);
       all = await_epoch(team_, local_word(team_, flag_offset(pe, block)), kPhasePartials, pe, index) && all;
     }
-    if (!all) flag_store_relaxed_wg(&shared_.is_missing, 1);  // @partials-missing
+    if (!all) miss();  // @partials-missing
   }
 
   // After the last tile: tells all peers that their rows have been sent, and awaits those of all peers.
@@ -236,12 +253,13 @@ class Carrier {
       warp_.sync();  // @rows-stored
       const auto word = static_cast<uint64_t>(wg_.index() * kCarriers + share());
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
-        if (pe == team_.rank || has_left_out_ || is_aborted(team_)) continue;
+        if (pe == team_.rank || is_aborted(team_)) continue;  // it may have left something out
         signal(team_, pe, ready_word_offset(team_, team_.rank, word), launch_flag(team_));
       }
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
         if (pe == team_.rank) continue;
-        await_epoch(team_, local_word(team_, ready_word_offset(team_, pe, word)), kPhaseRows, pe, word);  // @rows-await
+        const uint64_t* sent = local_word(team_, ready_word_offset(team_, pe, word));
+        if (!await_epoch(team_, sent, kPhaseRows, pe, word)) miss();  // @rows-await
       }
     }
     if (wg_.index() == 0 && share() == 0) await_all_credits(team_, warp_);  // @exchange-credits
@@ -252,12 +270,33 @@ class Carrier {
 
   // Whether this launch has the peer's credit, for which it waits.
   PO_FN bool may_store_to(int pe) {
-    const bool may = credits_.await(team_, warp_, pe) && warp_.count(is_aborted(team_)) == 0;  // @exchange-credit
-    has_left_out_ = has_left_out_ || !may;
-    return may;
+    if (!credits_.await(team_, warp_, pe)) return false;  // @exchange-credit
+    return warp_.count(is_aborted(team_)) == 0;           // @exchange-takes-part
   }
 
-  PO_FN uint8_t* address(int pe, uint64_t offset) const { return peer_address(team_, pe, offset); }
+  // Lets others store a tile to a peer directly.
+  PO_FN void open(const Block& block) {
+    const bool may = may_store_to(block.pe);
+    if (share() == 0 && warp_.rank() == 0) shared_.peer_place = may ? place_at(block.pe, block) : nullptr;
+    hand_over(shared_.slots.there[0]);  // @peer-open
+  }
+
+  // Tells a peer that partial sums have been stored there.
+  PO_FN void tell(const Block& block) const {
+    warp_.sync();  // @partials-stored
+    if (warp_.rank() == 0) signal(team_, block.pe, flag_offset(team_.rank, block), launch_flag(team_));
+  }
+
+  PO_FN void miss() const { flag_store_relaxed_wg(&shared_.is_missing, 1); }
+
+  // Where a block is stored at a peer.
+  PO_FN uint8_t* place_at(int pe, const Block& block) const {
+    if constexpr (Traits::kAdds) return peer_address(team_, pe, Traits::partial_offset(plan_, team_.rank, pe, block));
+    return output_at(pe, block);
+  }
+  PO_FN uint8_t* output_at(int pe, const Block& block) const {
+    return peer_address(team_, pe, granted_output(team_, pe)) + Traits::output_place(team_.rank, call_, block);
+  }
 
   PO_FN uint64_t flag_offset(int sender, const Block& block) const {
     const int64_t number = (sender * plan_.blocks_per_part + block.number) * kCarriers + share();
@@ -300,7 +339,6 @@ class Carrier {
   const Call& call_;
   Credits credits_;
   int number_;
-  bool has_left_out_ = false;
 };
 
 }  // namespace po::gemm_exchange
