@@ -330,21 +330,31 @@ class ProductRowStore {
   // `part`: of the adder. `target`: of the first element that the WG finishes; `stride`: bytes from row to row; so many
   // rows and columns exist.
   PO_FN void store(Tile& tile, int part, uint8_t* target, int64_t stride, int rows, int columns) {
-    constexpr int kUnits = Tile::kPieceColumns * 2 / 16, kRowBytes = Tile::kPieceColumns * 2;
+    constexpr int kRowBytes = Tile::kPieceColumns * 2, kUnits = kRowBytes / 16, kLines = kWarpSize / kUnits;
+    constexpr int kTimes = Tile::kPieceRows / max_of(kLines, 1);
+    static_assert(kTimes * kLines == Tile::kPieceRows, "all lanes store as often");
+    // A lane stores 16 bytes of every kLines-th row of a piece.
+    const int line = warp_.rank() / kUnits, unit = warp_.rank() % kUnits;
+    target += line * stride + unit * 16;
     tile.for_each_piece(part, [&](int row, int column, const auto& round) {
       row -= Tile::first_row(part);
       column -= Tile::first_column(part);
       uint8_t* piece = pieces_[next_];
+      next_ = (next_ + 1) % kPieces;
       round(piece);
       warp_.sync();  // the piece before the last one has been read before this
-      for (int i = warp_.rank(); i < Tile::kPieceRows * kUnits; i += warp_.size()) {
-        const int line = i / kUnits, unit = i % kUnits;
-        if (row + line >= rows || column + unit * 8 >= columns) continue;
-        const auto place = static_cast<uint32_t>(line * kRowBytes + unit * 16);
-        store_vector<16>(target + (row + line) * stride + (column + unit * 8) * 2,
-                         load_shared_vector<16>(piece + swizzled(place, kRowBytes > 16 ? kRowBytes : 0)));
+      Vector<16> values[kTimes];
+      PO_UNROLL
+      for (int i = 0; i < kTimes; ++i) {
+        const auto place = static_cast<uint32_t>((line + i * kLines) * kRowBytes + unit * 16);
+        values[i] = load_shared_vector<16>(piece + swizzled(place, kRowBytes > 16 ? kRowBytes : 0));
       }
-      next_ = (next_ + 1) % kPieces;
+      if (column + unit * 8 >= columns) return;
+      uint8_t* place = target + row * stride + column * 2;
+      PO_UNROLL
+      for (int i = 0; i < kTimes; ++i) {
+        if (row + line + i * kLines < rows) store_vector<16>(place + i * kLines * stride, values[i]);
+      }
     });
   }
 

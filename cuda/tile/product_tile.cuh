@@ -46,13 +46,20 @@ PO_FN Eight<Scalar> rounded_eight(const float (&values)[8]) {
   return result;
 }
 
-// Adds eight numbers of a scalar type.
 template <class Scalar>
-PO_FN void add_eight(float (&sums)[8], const Eight<Scalar>& values) {
+PO_FN void set_eight(float (&numbers)[8], const Eight<Scalar>& values) {
   typename Scalar::Storage elements[8];
   __builtin_memcpy(elements, &values, sizeof(elements));
   PO_UNROLL
-  for (int i = 0; i < 8; ++i) sums[i] += Scalar::to_float(elements[i]);
+  for (int i = 0; i < 8; ++i) numbers[i] = Scalar::to_float(elements[i]);
+}
+
+template <class Scalar>
+PO_FN void add_eight(float (&sums)[8], const Eight<Scalar>& values) {
+  float numbers[8];
+  set_eight<Scalar>(numbers, values);
+  PO_UNROLL
+  for (int i = 0; i < 8; ++i) sums[i] += numbers[i];
 }
 
 // `kParts`: WGs that add up different parts of a tile's sums (1 or 2). Each then finishes its own half of the tile.

@@ -188,7 +188,7 @@ class Carrier {
         if (at.is_last(tiles)) {
           open(block);
           shared_.slots.staged[sent.slot()].await(sent.round());  // @carrier-stored
-          if (Traits::kAdds && may_store_to(block.pe)) tell(block);
+          if (Traits::kAdds && shared_.peer_place != nullptr) tell(block);
           continue;
         }
         shared_.slots.staged[sent.slot()].await(sent.round());  // @carrier-staged

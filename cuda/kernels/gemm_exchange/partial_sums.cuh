@@ -43,23 +43,24 @@ class PartialSums {
       tile.template for_each_eight<kTogether>(part, [&](int, int count, float (&sums)[kTogether][8]) {
         Vectors own[kTogether];
         PO_UNROLL
-        for (int j = 0; j < count; ++j) {
-          own[j] = rounded_eight<Wire>(sums[j]);
+        for (int j = 0; j < count; ++j) own[j] = rounded_eight<Wire>(sums[j]);
+        PO_UNROLL
+        for (int j = 0; j < count; ++j) set_eight<Wire>(sums[j], own[j]);
+        if (rank_ != 0) {
           PO_UNROLL
-          for (float& sum : sums[j]) sum = -0.0f;  // changes nothing added to it
+          for (int j = 0; j < count; ++j) set_eight<Wire>(sums[j], held_[j]);
+          advance(tile, part);
         }
         PO_NO_UNROLL
-        for (int pe = 0; pe < size_; ++pe) {
+        for (int pe = 1; pe < size_; ++pe) {
           if (pe == rank_) {
             PO_UNROLL
             for (int j = 0; j < count; ++j) add_eight<Wire>(sums[j], own[j]);
-            continue;
+          } else {
+            PO_UNROLL
+            for (int j = 0; j < count; ++j) add_eight<Wire>(sums[j], held_[j]);
+            advance(tile, part);
           }
-          PO_UNROLL
-          for (int j = 0; j < count; ++j) add_eight<Wire>(sums[j], held_[j]);
-          PO_UNROLL
-          for (int j = 0; j < kTogether; ++j) held_[j] = later_[j];
-          load_next(tile, part, later_);
         }
       });
     }
@@ -70,6 +71,13 @@ class PartialSums {
 
  private:
   PO_FN int first_peer() const { return rank_ == 0 ? 1 : 0; }
+
+  // Goes on to what is added next.
+  PO_FN void advance(const Tile& tile, int part) {
+    PO_UNROLL
+    for (int j = 0; j < kTogether; ++j) held_[j] = later_[j];
+    load_next(tile, part, later_);
+  }
 
   // Loads what is added after what has been loaded before, if there is more.
   PO_FN void load_next(const Tile& tile, int part, Vectors (&vectors)[kTogether]) {
