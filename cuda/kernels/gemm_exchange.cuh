@@ -145,8 +145,8 @@ struct Kernel {
               if (wg.size() == 1) loader.load(no_gate);
             }
           },
-          [&] {
-            if (is_added) partials.begin(adder.tile(), adder.part(), block, received, carrier);
+          [&](bool is_last_step) {
+            if (is_added) partials.begin(adder.tile(), adder.part(), block, received, carrier, is_last_step);
           });
       if (block.rows <= 0) continue;
       Tile& tile = adder.tile();

@@ -212,6 +212,21 @@ class Handover {
   void tile_has_come(uint32_t bytes) { __atomic_sub_fetch(&missing_bytes_, bytes, __ATOMIC_RELEASE); }
 #endif
 
+  // Whether a round is over: then `await` would return at once.
+  PO_FN bool is_over(uint32_t round) const {
+#if PO_ON_DEVICE
+    uint32_t is_over = 0;
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(is_over)
+                 : "r"(address()), "r"(round & 1)
+                 : "memory");
+    return is_over != 0;
+#else
+    return (__atomic_load_n(&word_, __ATOMIC_ACQUIRE) / arrivals_per_round_ & 1) != (round & 1) &&
+           __atomic_load_n(&missing_bytes_, __ATOMIC_ACQUIRE) == 0;
+#endif
+  }
+
   // Rounds count from 0. The wait is for threads of this WG, and for tiles; these wait for no peer meanwhile.
   PO_FN void await(uint32_t round) const {
 #if PO_ON_DEVICE

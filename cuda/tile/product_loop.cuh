@@ -125,6 +125,7 @@ class ProductPosition {
   }
   PO_FN int step() const { return step_; }
   PO_FN bool is_first() const { return step_ == begin_; }
+  PO_FN bool is_near_end() const { return step_ == end_ - 3; }
   PO_FN int stage() const { return stage_; }
   PO_FN uint32_t round() const { return round_; }
 
@@ -247,8 +248,8 @@ class ProductAdder {
     return {at_.rows(product_, place).row, place.column * Tile::kColumns};
   }
 
-  // Adds up the next tile. `load()`: called before each step, by a thread that also loads. `ahead()`: called while the
-  // last products are under way.
+  // Adds up the next tile. `load()`: called before each step, by a thread that also loads. `ahead(is_last)`: called
+  // while products are under way, once a few steps before the end, if there are more, and once after the last one.
   template <class Load, class Ahead>
   PO_FN void add_up(const Load& load, const Ahead& ahead) {
     int before = 0;
@@ -261,11 +262,12 @@ class ProductAdder {
       if (!is_first) {
         tile_.template settle<1>();
         release(before);
+        if (at_.is_near_end()) ahead(false);
       }
       before = at_.stage();
       at_.advance();
     } while (!at_.is_first());
-    ahead();
+    ahead(true);
     tile_.template settle<0>();
     release(before);
     if constexpr (Traits::kParts == 2) add_other_part();
@@ -273,7 +275,7 @@ class ProductAdder {
 
   template <class Load>
   PO_FN void add_up(const Load& load) {
-    add_up(load, [] {});
+    add_up(load, [](bool) {});
   }
 
  private:

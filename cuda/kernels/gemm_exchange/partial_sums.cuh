@@ -20,12 +20,22 @@ class PartialSums {
   PO_FN explicit PartialSums(const Shared& shared)
       : shared_(shared), plan_(shared.plan), rank_(plan_.team.rank), size_(plan_.team.size) {}
 
-  // Awaits the peers' sums of a block, and starts to load them.
-  PO_FN void begin(const Tile& tile, int part, const Block& block, const Slots::Turn& turn, Carrier<Traits>& carrier) {
+  // Starts to load the peers' sums of a block, if they have come; awaits them if `must`.
+  PO_FN void begin(const Tile& tile, int part, const Block& block, const Slots::Turn& turn, Carrier<Traits>& carrier,
+                   bool must) {
+    const Handover& there = shared_.slots.there[turn.slot()];
+    if (has_begun_) {
+      has_begun_ = !must;
+      return;
+    }
+    if (!must) {
+      if (carrier.is_inline() || warp_.count(there.is_over(turn.round())) != warp_.size()) return;
+      has_begun_ = true;
+    }
     if (carrier.is_inline()) {
       carrier.await_partials(block);
     } else {
-      shared_.slots.there[turn.slot()].await(turn.round());  // @partials-there
+      there.await(turn.round());  // @partials-there
     }
     is_missing_ = flag_load_relaxed_wg(&shared_.is_missing) != 0;
     first_ = plan_.team.heap + Traits::partial_offset(plan_, first_peer(), rank_, block);
@@ -99,6 +109,8 @@ class PartialSums {
   const Shared& shared_;
   const Plan& plan_;
   const int rank_, size_;
+  const Warp warp_{};
+  bool has_begun_ = false;  // before the end of the tile
   bool is_missing_ = false;
   Vectors held_[kTogether], later_[kTogether];
   // What is loaded next.
