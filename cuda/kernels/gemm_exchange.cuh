@@ -154,7 +154,7 @@ struct Kernel {
         stage(shared, call, tile, adder.part(), block, is_last && !carrier.is_inline(), sent, rows, carrier);
       } else {
         if constexpr (Traits::kAdds) {
-          partials.add(tile, adder.part(), received, carrier);
+          partials.add(tile, adder.part(), block, received, carrier);
           add_epilogue(shared, call, tile, adder.part(), block);
         }
         finish(shared, call, tile, adder.part(), block, sent, rows, carrier);
@@ -176,15 +176,17 @@ struct Kernel {
     if (place == nullptr) {
       // The launch has been given up.
     } else if constexpr (Traits::kAdds) {
+      constexpr int64_t kBytes = sizeof(typename Wire::Storage);
+      place += tile.place_of_first_eight(part) * kBytes;
       tile.template for_each_eight<1>(part, [&](int i, int, const float (&values)[1][8]) {
         if (tile.row_of_eight(part, i) >= block.rows) return;
         const Eight<Wire> eight = rounded_eight<Wire>(values[0]);
-        store_vector<sizeof(eight)>(place + tile.place_of_eight(part, i) * sizeof(typename Wire::Storage), eight);
+        store_vector<sizeof(eight)>(place + tile.way_to_eight(i) * kBytes, eight);
       });
     } else {
       rows.store(tile, part, place, is_last ? call.row_bytes : Traits::kSlotRowBytes, block.rows, block.columns);
     }
-    if (carrier.is_inline()) return carrier.send(block, place);
+    if (carrier.is_inline()) return carrier.send(block, Traits::slot(shared.plan, carrier.wg(), turn.slot()));
     hand_over(shared.slots.staged[turn.slot()]);  // @tile-staged
     turn.advance();
   }

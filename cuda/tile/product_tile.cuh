@@ -170,9 +170,11 @@ class ProductTile {
   static constexpr int kEights = kSlabs * kFinishedColumns / 16;
   PO_FN int num_eights(int) const { return kEights; }
   PO_FN int row_of_eight(int, int i) const { return first_row_of(i * 16 / kFinishedColumns); }
-  PO_FN int place_of_eight(int, int i) const {
+  PO_FN int place_of_first_eight(int) const { return first_row_of(0) * kFinishedColumns + lane_ * 8; }
+  // From the place of the first ones.
+  PO_FN int way_to_eight(int i) const {
     constexpr int kOfSlab = kFinishedColumns / 16;
-    return first_row_of(i / kOfSlab) * kFinishedColumns + (i % kOfSlab * kWarpSize + lane_) * 8;
+    return i / kOfSlab * 64 * kFinishedColumns + i % kOfSlab * kWarpSize * 8;
   }
 
   // Calls body(first, count, values) for kTogether times eight sums at a time, the last time perhaps for fewer.
@@ -310,7 +312,8 @@ class ProductTile {
     return ceil_div(max_of(0, first_row(part) + kFinishedRows - begin(part)), num_threads_);
   }
   int row_of_eight(int part, int i) const { return begin(part) - first_row(part) + i * num_threads_; }
-  int place_of_eight(int part, int i) const { return row_of_eight(part, i) * kColumns; }
+  int place_of_first_eight(int part) const { return row_of_eight(part, 0) * kColumns; }
+  int way_to_eight(int i) const { return i * num_threads_ * kColumns; }
 
   template <int kTogether, class Body>
   void for_each_eight(int part, const Body& body) {

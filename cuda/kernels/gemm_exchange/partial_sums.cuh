@@ -12,9 +12,10 @@ class PartialSums {
   using Tile = typename Traits::Tile;
   using Wire = typename Traits::Wire;
   using Vectors = Eight<Wire>;
-  // Vectors that are loaded together; more would not fit the registers.
+  // Vectors that are added together, and how many times as many are loaded ahead. More would not fit the registers.
   static constexpr bool kHasRoom = Tile::kRows * Tile::kColumns <= 128 * 256 && sizeof(Vectors) == 16;
   static constexpr int kTogether = (kHasRoom ? 64 : 32) / static_cast<int>(sizeof(Vectors));
+  static constexpr int kAhead = 3;
 
  public:
   PO_FN explicit PartialSums(const Shared& shared)
@@ -38,39 +39,45 @@ class PartialSums {
       there.await(turn.round());  // @partials-there
     }
     is_missing_ = flag_load_relaxed_wg(&shared_.is_missing) != 0;
-    first_ = plan_.team.heap + Traits::partial_offset(plan_, first_peer(), rank_, block);
-    next_ = first_;
-    next_pe_ = first_peer();
-    next_eight_ = 0;
     if (is_missing_ || size_ == 1) return;
-    load_next(tile, part, held_);
-    load_next(tile, part, later_);
+    first_ = sums_of(first_peer(), tile, part, block);
+    PO_UNROLL
+    for (int i = 0; i < kAhead; ++i) load(tile, part, first_, i * kTogether, held_[i]);
   }
 
   // Adds them, in rank order, to this PE's sums, which are rounded as theirs are.
-  PO_FN void add(Tile& tile, int part, Slots::Turn& turn, const Carrier<Traits>& carrier) {
+  PO_FN void add(Tile& tile, int part, const Block& block, Slots::Turn& turn, const Carrier<Traits>& carrier) {
     if (!is_missing_) {
-      tile.template for_each_eight<kTogether>(part, [&](int, int count, float (&sums)[kTogether][8]) {
+      tile.template for_each_eight<kTogether>(part, [&](int first, int count, float (&sums)[kTogether][8]) {
         Vectors own[kTogether];
         PO_UNROLL
-        for (int j = 0; j < count; ++j) own[j] = rounded_eight<Wire>(sums[j]);
-        PO_UNROLL
-        for (int j = 0; j < count; ++j) set_eight<Wire>(sums[j], own[j]);
-        if (rank_ != 0) {
-          PO_UNROLL
-          for (int j = 0; j < count; ++j) set_eight<Wire>(sums[j], held_[j]);
-          advance(tile, part);
+        for (int j = 0; j < count; ++j) {
+          own[j] = rounded_eight<Wire>(sums[j]);
+          set_eight<Wire>(sums[j], own[j]);
         }
+        if (size_ == 1) return;
+        Vectors(&held)[kTogether] = held_[first / kTogether % kAhead];
+        // Two PEs' sums may be added in either order.
+        PO_UNROLL
+        for (int j = 0; j < count; ++j) {
+          if (rank_ <= 1) {
+            add_eight<Wire>(sums[j], held[j]);
+          } else {
+            set_eight<Wire>(sums[j], held[j]);
+          }
+        }
+        load(tile, part, first_, first + kAhead * kTogether, held);
         PO_NO_UNROLL
-        for (int pe = 1; pe < size_; ++pe) {
+        for (int pe = rank_ <= 1 ? 2 : 1; pe < size_; ++pe) {
           if (pe == rank_) {
             PO_UNROLL
             for (int j = 0; j < count; ++j) add_eight<Wire>(sums[j], own[j]);
-          } else {
-            PO_UNROLL
-            for (int j = 0; j < count; ++j) add_eight<Wire>(sums[j], held_[j]);
-            advance(tile, part);
+            continue;
           }
+          Vectors others[kTogether];
+          load(tile, part, sums_of(pe, tile, part, block), first, others);
+          PO_UNROLL
+          for (int j = 0; j < count; ++j) add_eight<Wire>(sums[j], others[j]);
         }
       });
     }
@@ -82,28 +89,19 @@ class PartialSums {
  private:
   PO_FN int first_peer() const { return rank_ == 0 ? 1 : 0; }
 
-  // Goes on to what is added next.
-  PO_FN void advance(const Tile& tile, int part) {
-    PO_UNROLL
-    for (int j = 0; j < kTogether; ++j) held_[j] = later_[j];
-    load_next(tile, part, later_);
+  // Where a peer's sums for this thread begin.
+  PO_FN const uint8_t* sums_of(int pe, const Tile& tile, int part, const Block& block) const {
+    return plan_.team.heap + Traits::partial_offset(plan_, pe, rank_, block) +
+           tile.place_of_first_eight(part) * static_cast<int>(sizeof(typename Wire::Storage));
   }
 
-  // Loads what is added after what has been loaded before, if there is more.
-  PO_FN void load_next(const Tile& tile, int part, Vectors (&vectors)[kTogether]) {
-    const int last = tile.num_eights(part) - 1;
-    if (next_eight_ > last) return;
+  PO_FN void load(const Tile& tile, int part, const uint8_t* sums, int first, Vectors (&vectors)[kTogether]) const {
     PO_UNROLL
     for (int j = 0; j < kTogether; ++j) {
-      const int place = tile.place_of_eight(part, min_of(next_eight_ + j, last));
-      vectors[j] = load_shared_vector<sizeof(Vectors)>(next_ + place * sizeof(typename Wire::Storage));
+      if (first + j >= tile.num_eights(part)) continue;
+      const int way = tile.way_to_eight(first + j) * static_cast<int>(sizeof(typename Wire::Storage));
+      vectors[j] = load_shared_vector<sizeof(Vectors)>(sums + way);
     }
-    next_ += plan_.blocks_per_part * Traits::kSlotBytes;
-    if (++next_pe_ == rank_) ++next_pe_;
-    if (next_pe_ < size_) return;
-    next_pe_ = first_peer();
-    next_ = first_;
-    next_eight_ += kTogether;
   }
 
   const Shared& shared_;
@@ -112,11 +110,8 @@ class PartialSums {
   const Warp warp_{};
   bool has_begun_ = false;  // before the end of the tile
   bool is_missing_ = false;
-  Vectors held_[kTogether], later_[kTogether];
-  // What is loaded next.
-  const uint8_t* first_ = nullptr;
-  const uint8_t* next_ = nullptr;
-  int next_pe_ = 0, next_eight_ = 0;
+  const uint8_t* first_ = nullptr;  // the first peer's sums for this thread
+  Vectors held_[kAhead][kTogether];
 };
 
 }  // namespace po::gemm_exchange
