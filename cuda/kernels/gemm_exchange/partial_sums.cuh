@@ -15,7 +15,7 @@ class PartialSums {
   // Vectors that are added together, and how many times as many are loaded ahead. More would not fit the registers.
   static constexpr bool kHasRoom = Tile::kRows * Tile::kColumns <= 128 * 256 && sizeof(Vectors) == 16;
   static constexpr int kTogether = (kHasRoom ? 64 : 32) / static_cast<int>(sizeof(Vectors));
-  static constexpr int kAhead = 3;
+  static constexpr int kAhead = 2;
 
  public:
   PO_FN explicit PartialSums(const Shared& shared)
