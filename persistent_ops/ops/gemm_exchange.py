@@ -9,6 +9,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..runtime import world as _world
+from ..runtime.dtypes import fill_nan
+from ..runtime.errors import PersistentOpsError
 from ..runtime.overlap import check_apart
 from ..runtime.tensor_specs import TensorSpec, TensorSpecs
 from ..runtime.torch_library import TorchOperator
@@ -268,6 +270,7 @@ def _run(
     choice = _chosen(world, request, key)
     _PUBLIC[request.operator].last_choice = choice
     take = _fused if choice.algorithm == "fused" else _unfused
+    world.workspace.raise_failure()
     if out is not None:
         increment_version(out)
     return take(world, key, shape, a, b, bias, residual, out)
@@ -322,14 +325,15 @@ def _fused(
     )
     result, offset, held = _output(world, key, shape, a, out)
     if not result.numel():
-        world.workspace.raise_failure()
         return result
     if residual is not None and residual.data_ptr() % 4:
         residual = residual.clone()
     plan: ExchangePlan = OPERATOR.state(world).plans.get(key, lambda: ExchangePlan(world, key))
-    plan.launch(a, b, bias, residual, held.data_ptr(), offset)
-    if held is not result:
-        result.copy_(held)
+    try:
+        plan.launch(a, b, bias, residual, held.data_ptr(), offset)
+    finally:  # also what a launch that was given up has left
+        if held is not result:
+            result.copy_(held)
     return result
 
 
@@ -372,14 +376,18 @@ def _unfused(
     out: _Optional,
 ) -> torch.Tensor:
     """Multiply, then exchange: with the same bits as the fused kernel, but for how the product is added up."""
-    world.workspace.raise_failure()
     if key.stores_to_peers and out is not None:
         world.heap.offset_of(out, "out")  # refuses the same tensors
     if not math.prod(shape):
         return a.new_empty(shape) if out is None else out
     with torch.no_grad():
-        product = _product(a.flatten(0, -2), b, key.wire_dtype)
-        total = _exchanged(world, key, product)
+        try:
+            product = _product(a.flatten(0, -2), b, key.wire_dtype)
+            total = _exchanged(world, key, product)
+        except PersistentOpsError:
+            if out is not None:
+                fill_nan(out)
+            raise
         if key.adds:
             total = total / world.size if key.is_mean else total
             total = total.view(shape)
