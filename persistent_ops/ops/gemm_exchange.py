@@ -187,8 +187,8 @@ class _Request(NamedTuple):
         for name, value, choices in (("op", self.op, _OPS), ("algorithm", self.algorithm, ALGORITHMS)):
             if value not in choices:
                 raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-        if self.scatter_dim not in (0, 1):
-            raise ValueError(f"scatter_dim: expected 0 or 1, got {self.scatter_dim}")
+        if not isinstance(self.scatter_dim, int) or self.scatter_dim not in (0, 1):
+            raise ValueError(f"scatter_dim: expected 0 or 1, got {self.scatter_dim!r}")
 
     def layout(self, a: torch.Tensor, b: torch.Tensor, size: int) -> tuple[tuple[int, ...], int, int]:
         """Return the result's shape, and segments and rows of a segment of a part; raise for shapes that do not fit."""
@@ -328,7 +328,8 @@ def _fused(
         return result
     if residual is not None and residual.data_ptr() % 4:
         residual = residual.clone()
-    plan: ExchangePlan = OPERATOR.state(world).plans.get(key, lambda: ExchangePlan(world, key))
+    plans = OPERATOR.state(world).plans
+    plan: ExchangePlan = plans.get(key, lambda: ExchangePlan(world, key), caller=key.operator)
     try:
         plan.launch(a, b, bias, residual, held.data_ptr(), offset)
     finally:  # also what a launch that was given up has left
