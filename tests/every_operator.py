@@ -12,6 +12,7 @@ from bits import Trial, difference
 from embedding_backward_cases import Case as Training, Model, columns_of, make_gradient, make_inputs, sparse_problem
 from embedding_cases import Case as Shape, EmbeddingTrial, split_of
 from embedding_lookups_cases import exchange, make_exchange, of_own_samples
+from gemm_exchange_cases import ALL_REDUCE, OPERATORS as EXCHANGES, Case as Exchanged, ExchangeTrial
 from gemv_cases import Case as Product, GemvTrial
 from serially import serially
 from sparse_cases import (
@@ -46,6 +47,11 @@ def _sum(*, norms: bool) -> str | None:
 
 def _product() -> str | None:
     return _of(GemvTrial(Product("many PEs", 50, lambda rank: 16 + rank % 3, 2)), "one_shot", "two_shot")
+
+
+def _exchanged(operator: str) -> str | None:
+    rows = (po.world_size() + 9,) if operator == ALL_REDUCE else (3,)
+    return _of(ExchangeTrial(Exchanged("many PEs", rows, 16, 24, operator=operator)), "auto")
 
 
 def _rows() -> str | None:
@@ -136,6 +142,7 @@ OPERATORS: Mapping[str, Callable[[], str | None]] = {
     "all_reduce": lambda: _sum(norms=False),
     "all_reduce_rms_norm": lambda: _sum(norms=True),
     "gemv_all_reduce": _product,
+    **{operator: functools.partial(_exchanged, operator) for operator in EXCHANGES},
     "sparse_all_reduce": _rows,
     "embedding_all_to_all": _pooled,
     "lookups and optimizer": _trained,

@@ -50,6 +50,10 @@ def _norm(**options: Any) -> Any:
     return po.all_reduce_rms_norm(MATRIX, VECTOR, **options)
 
 
+def _scattered(**options: Any) -> Any:
+    return po.gemm_reduce_scatter(MATRIX.bfloat16(), MATRIX.t().bfloat16(), **options)
+
+
 def _row(*args: Any, **options: Any) -> Any:
     return po.nn.RowParallelLinear(*args, **options)
 
@@ -73,6 +77,20 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: po.gemv_all_reduce(MATRIX, VECTOR, algorithm=["auto"]),
         "ValueError; algorithm: expected one of ",
     ),
+    "a list as op": (lambda: _scattered(op=["sum"]), "ValueError; op: expected one of 'sum', 'mean', got ['sum']"),
+    "a word as scatter_dim": (
+        lambda: _scattered(scatter_dim="1"),
+        "ValueError; scatter_dim: expected 0 or 1, got '1'",
+    ),
+    "a fraction as scatter_dim": (
+        lambda: _scattered(scatter_dim=1.0),
+        "ValueError; scatter_dim: expected 0 or 1, got 1.0",
+    ),
+    "a list as wire_dtype of products": (
+        lambda: _scattered(wire_dtype=[torch.float32]),
+        "TypeError; wire_dtype: expected torch.bfloat16 or torch.float32, got [torch.float32]",
+    ),
+    "a number as algorithm": (lambda: _scattered(algorithm=1), "ValueError; algorithm: expected one of 'auto', "),
     "a word as capacity of traces": (lambda: _traced("1"), "TypeError; capacity: expected a whole number of bytes"),
     "slots that are no list": (lambda: _inputs(3), "TypeError; slots: expected pairs (feature, rows) of whole "),
     "slots of three numbers": (lambda: _inputs([[(0, 10, 1)]]), "TypeError; slots: expected pairs"),

@@ -62,6 +62,21 @@ def _into_nowhere(given: Tensors) -> torch.Tensor:
     return out
 
 
+def _multiplied(name: str, **options: Any) -> Program:
+    return _only_rank_0_looks(
+        lambda given: getattr(po, name)(given["x"].bfloat16(), given["weight"].bfloat16().t(), **options).float()
+    )
+
+
+def _trained_behind_exchanges(rank: int, given: Tensors) -> torch.Tensor:
+    """Call in a training graph, whose backward pass exchanges rows. Each PE uses its results in another way."""
+    x, trained = given["x"].bfloat16(), given["trained"]
+    first = po.gemm_reduce_scatter(x, trained.bfloat16(), op="mean").float()
+    second = po.gemm_all_to_all(x, trained.bfloat16().t())
+    third = po.gemm_all_reduce(second, trained.bfloat16()).float()
+    return third.sum() + (first * first).sum() if rank == 0 else first.sum() - 2 * third.sum()
+
+
 def _equal_arguments(rank: int, given: Tensors) -> torch.Tensor:
     """Sum twice in a training graph; on PE 1 the two calls have equal arguments."""
     hidden = given["h"] @ given["trained"]
@@ -109,6 +124,10 @@ PROGRAMS: dict[str, Program] = {
     "all_reduce, out": _only_rank_0_looks(_into_nowhere),
     "all_reduce_rms_norm": _only_rank_0_looks(lambda given: po.all_reduce_rms_norm(given["x"], given["norm"])[1]),
     "gemv_all_reduce": _only_rank_0_looks(lambda given: po.gemv_all_reduce(given["weight"], given["x"])),
+    "gemm_all_to_all": _multiplied("gemm_all_to_all"),
+    "gemm_reduce_scatter": _multiplied("gemm_reduce_scatter", scatter_dim=0, op="mean"),
+    "gemm_all_reduce": _multiplied("gemm_all_reduce", algorithm="unfused"),
+    "trained behind exchanges": _trained_behind_exchanges,
     "embedding_all_to_all": _only_rank_0_looks(lambda given: _LAYERS["table"](given["rows"], given["bags"])),
     "equal arguments": _equal_arguments,
     "mixed": _mixed,

@@ -90,6 +90,10 @@ def _first_product() -> torch.Tensor:
     return po.gemv_all_reduce(torch.ones(2, 2), torch.ones(2))
 
 
+def _first_exchanged_product() -> torch.Tensor:
+    return po.gemm_all_reduce(torch.ones(2, 8).bfloat16(), torch.ones(8, 8).bfloat16())[1, :2].float()
+
+
 def _first_sparse_sum() -> torch.Tensor:
     return po.sparse_all_reduce(torch.eye(4).to_sparse(1)).to_dense()[3]
 
@@ -122,6 +126,7 @@ def _first_timeline() -> torch.Tensor:
     [
         (_first_sum, [2.0] * 4),
         (_first_product, [4.0] * 2),
+        (_first_exchanged_product, [16.0] * 2),
         (_first_sparse_sum, [0.0, 0.0, 0.0, 2.0]),
         (_first_exchange, [1.0] * 4),
         (_first_allocation, [0.0] * 3),

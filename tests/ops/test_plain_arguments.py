@@ -32,6 +32,10 @@ def _matrix() -> torch.Tensor:
     return _ones(SIZE, SIZE)
 
 
+def _factor() -> torch.Tensor:
+    return _ones(SIZE, SIZE, dtype=torch.bfloat16)
+
+
 def _table() -> torch.Tensor:
     return _ones(ROWS, SIZE)
 
@@ -107,6 +111,8 @@ def _collection(placement: str) -> Callable[..., torch.Tensor]:
 
 _PRODUCT = {"weight": _matrix, "x": _vector, "bias": _vector, "residual": _vector, "out": _vector}
 _SUM = {"x": _matrix, "residual": _matrix, "bias": _vector, "out": _matrix}
+_FACTORS = {"a": _factor, "b": _factor, "out": lambda: po.empty(SIZE, SIZE, dtype=torch.bfloat16)}
+_ADDED = {"bias": lambda: _ones(SIZE, dtype=torch.bfloat16), "residual": _factor}
 _ENTRIES = {"indices": _indices, "values": _table}
 _LOOKUPS = {"indices": _indices, "offsets": _offsets, "per_sample_weights": _factors}
 _FEATURES = {"values": _indices, "lengths": _lengths, "per_sample_weights": _factors}
@@ -123,6 +129,10 @@ FUNCTIONS: dict[str, Function] = {
     "gemv_all_reduce": Function(lambda: po.gemv_all_reduce, _PRODUCT),
     "all_reduce": Function(lambda: po.all_reduce, _SUM),
     "all_reduce_rms_norm": Function(lambda: po.all_reduce_rms_norm, {**_SUM, "weight": _vector, "norm_out": _matrix}),
+    "gemm": Function(lambda: po.gemm, {**_FACTORS, "bias": _ADDED["bias"]}),
+    "gemm_all_to_all": Function(lambda: po.gemm_all_to_all, _FACTORS),
+    "gemm_reduce_scatter": Function(lambda: po.gemm_reduce_scatter, {**_FACTORS, **_ADDED}),
+    "gemm_all_reduce": Function(lambda: po.gemm_all_reduce, {**_FACTORS, **_ADDED}),
     "sparse_all_reduce": Function(lambda: po.sparse_all_reduce, {"x": _sparse}),
     "sparse_all_reduce, async_op": Function(
         lambda: lambda x: po.sparse_all_reduce(x, async_op=True).wait(), {"x": _sparse}

@@ -8,6 +8,7 @@ from typing import Any
 
 import all_reduce_cases
 import embedding_cases
+import gemm_exchange_cases
 import gemv_cases
 import pytest
 import sparse_cases
@@ -35,6 +36,13 @@ _PRODUCTS = [
     gemv_cases.Case("turns: fp16", 33, lambda rank: 7 * rank, 0, torch.float16),
     gemv_cases.Case("turns: comm bf16", 52, lambda rank: 16, 0, wire_dtype="own"),
 ]
+_EXCHANGED = [
+    gemm_exchange_cases.Case("turns: rows", (9,), 24, 40, operator="gemm_all_to_all"),
+    gemm_exchange_cases.Case("turns: sums", (4, 3), 40, 24, has_residual=True),
+    gemm_exchange_cases.Case("turns: means", (2, 5), 16, 72, torch.float16, op="mean", scatter_dim=1),
+    gemm_exchange_cases.Case("turns: sums for all", (31,), 16, 40, operator="gemm_all_reduce", has_bias=True),
+    gemm_exchange_cases.Case("turns: N of 4", (2,), 8, 4, operator="gemm_all_reduce", wire_dtype=torch.float32),
+]
 _SPARSE = [
     sparse_cases.Case("turns: plain", 300, uniform(60, 45), (10,)),
     sparse_cases.Case("turns: wide", 64, uniform(25, 33), (200,), torch.float16),
@@ -58,6 +66,12 @@ def _product(case: gemv_cases.Case, iteration: int, way: str) -> Problem:
     weight, x = inputs.weights[po.rank()].to(device), inputs.xs[po.rank()].to(device)
     result = po.gemv_all_reduce(weight, x, bias=bias, residual=residual, wire_dtype=case.comm, algorithm=way)
     return lambda: difference(result, gemv_cases.expected_bits(inputs, case.comm))
+
+
+def _exchanged(case: gemm_exchange_cases.Case, iteration: int) -> Problem:
+    inputs = gemm_exchange_cases.make_inputs(case, po.world_size(), iteration)
+    result = gemm_exchange_cases.call(case, inputs)
+    return lambda: difference(result.cpu(), gemm_exchange_cases.expected_bits(case, inputs, po.rank()))
 
 
 def _sparse(case: sparse_cases.Case, iteration: int, way: tuple[str, str], room: sparse_cases.Room) -> Problem:
@@ -94,13 +108,16 @@ def _launch(order: torch.Generator, iteration: int, rooms: dict[str, sparse_case
     def one_of(choices: Any) -> Any:
         return choices[int(torch.randint(len(choices), (), generator=order))]
 
-    kind = one_of(("sum", "product", "sparse", "sparse", "exchange", "barrier"))
+    kind = one_of(("sum", "product", "exchanged product", "sparse", "sparse", "exchange", "barrier"))
     if kind == "sum":
         case, way = one_of(_SUMS), one_of(all_reduce_cases.ALGORITHMS)
         return f"all_reduce, {case.name}, {way}", _sum(case, iteration, way)
     if kind == "product":
         case, way = one_of(_PRODUCTS), one_of(gemv_cases.ALGORITHMS)
         return f"gemv_all_reduce, {case.name}, {way}", _product(case, iteration, way)
+    if kind == "exchanged product":
+        case = one_of(_EXCHANGED)
+        return f"{case.operator}, {case.name}", _exchanged(case, iteration)
     if kind == "sparse":
         case, way = one_of(_SPARSE), one_of(sparse_cases.WAYS)
         return f"sparse_all_reduce, {case.name}, {way}", _sparse(case, iteration, way, rooms[case.name])

@@ -21,7 +21,7 @@ def _blocks_per_sm(kernel: GpuKernel) -> int:
     # A GEMV has one WG per SM. With a single vector there is room for the next launch's WG beside it.
     is_alone = request.name == "gemv_all_reduce" and dict(request.config or ())["vectors"] != "1"
     is_alone |= request.name == "all_reduce" and request.shape.threads > 256
-    is_alone |= request.name in ("embedding_backward", "gemm")  # whose grids are what fits
+    is_alone |= request.name in ("embedding_backward", "gemm", "gemm_exchange")  # whose grids are what fits
     return 1 if is_alone else BLOCKS_PER_SM
 
 

@@ -212,6 +212,7 @@ def _two_callers(backend: str) -> list[Any]:
         ),
         "gemv": lambda: po.gemv(weight, x),
         "gemv_all_reduce": lambda: po.gemv_all_reduce(weight, x),
+        "gemm_all_to_all": lambda: po.gemm_all_to_all(weight.half(), weight.half()),
         "sparse": lambda: po.sparse_all_reduce(sparse),
         "barrier": po.barrier,
     }
