@@ -1,4 +1,4 @@
-"""Linear layers for decoding whose weight is spread over the PEs.
+"""Linear layers whose weight is spread over the PEs.
 
 A pair of layers forms a tensor-parallel block. `ColumnParallelLinear` computes this PE's share of the features without
 communication. `RowParallelLinear` takes that share and sums the PEs' results, in one kernel.
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from .. import ops as _ops
 from ..ops.gemv_plan import ALGORITHMS, MAX_VECTORS, kernel_vectors_of
+from ..ops.product import DTYPES
 from ..runtime import world as _world
 from ..runtime.arguments import as_whole_number, as_whole_numbers
 from ..runtime.dtypes import SCALARS
@@ -30,6 +31,7 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear", "balanced_splits"]
 
 _GEMV_BYTES = 128 << 10  # of several vectors: with more, cuBLAS is faster (docs/lessons.md)
 _ALL_REDUCE_BYTES = 32 << 20  # of sums; beyond, NCCL is nearly as fast (two H200, docs/results.md)
+_FUSED_BYTES = 8 << 20  # of sums; from here on the product hides what is sent (docs/lessons.md)
 _WITH_AUTOCAST = ("cpu", "cuda")  # devices; torch.compile of torch 2.11 breaks the graph where torch is asked
 _log = logging.getLogger("persistent_ops")
 
@@ -342,11 +344,14 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are spread over the PEs: ``y = sum over r of x_r @ weight_r.T + bias``.
 
-    Every PE passes its features and gets the whole result. The layer has three paths. The choice depends only on the
-    layer and the number of vectors, so all PEs take the same path. `path` returns it before a call, `last_path` after a
-    call:
+    Every PE passes its features and gets the whole result, or with `sequence_parallel` its part of it. The choice of a
+    path depends only on the layer, the number of vectors, and whether gradients are recorded, so all PEs take the same
+    path. `path` returns it before a call, `last_path` after a call:
 
+    - "gemm_reduce_scatter", with `sequence_parallel`: `po.gemm_reduce_scatter`, with gradients.
     - "fused", for 1 to 16 vectors, as in decoding: `po.gemv_all_reduce`, one kernel, with that operator's guarantees.
+    - "gemm_all_reduce", for a weight in float16 or bfloat16, equal shares and M a multiple of 8, where gradients are
+      recorded, sums travel in float32, or sums have more than 8 MiB: `po.gemm_all_reduce`, with gradients.
     - "all_reduce", for more vectors if sums travel in the weight's dtype and have at most 32 MiB: a matrix product,
       then `po.all_reduce`, which also adds bias and residual. The first call with a number of vectors is blocking and
       may not be captured.
@@ -362,17 +367,21 @@ class RowParallelLinear(_ParallelLinear):
         device: of the parameters; None for `po.device()`.
         dtype: of the parameters; None for torch's default.
         algorithm: of `po.gemv_all_reduce`.
-        wire_dtype: dtype in which sums travel: None for float32 (float64 for a float64 weight), float32, or the
-            weight's dtype. Products of more than 16 vectors are rounded to it, and the unfused path also sums in it.
+        wire_dtype: dtype in which sums travel: None for float32 (float64 for a float64 weight, the weight's dtype with
+            `sequence_parallel`), float32, or the weight's dtype. Products of more than 16 vectors are rounded to it,
+            and the unfused path also sums in it.
         prefetch_weight: of `po.gemv_all_reduce`; safe if no kernel of the model writes weights.
         group: process group of the unfused path, whose ranks are the PEs; None for the default group.
+        sequence_parallel: whether each PE gets its part of the first dimension of the result, of which all PEs pass
+            all. Needs float16 or bfloat16, and equal shares. A PE's gradient of the bias is that of its part: add them
+            up over the PEs.
 
     Attributes:
-        weight: `[M, K_r]`; requires no gradient.
+        weight: `[M, K_r]`; requires no gradient until `requires_grad_()`.
         bias: `[M]` or None.
         splits: input features of each PE.
         shard_range: this PE's input features, first and last + 1.
-        last_path: "fused", "all_reduce" or "unfused", the path of the last call; None before the first call.
+        last_path: the path of the last call; None before the first call.
 
     Raises:
         ValueError: the splits do not fit, or there is no such algorithm.
@@ -398,10 +407,14 @@ class RowParallelLinear(_ParallelLinear):
         wire_dtype: torch.dtype | None = None,
         prefetch_weight: bool = False,
         group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm: expected one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
         super().__init__(in_features, out_features, bias, splits, device, dtype)
+        if sequence_parallel and len(set(self.splits)) > 1:
+            raise ValueError(f"sequence_parallel: expected equal shares of in_features, got splits {self.splits}")
+        self.sequence_parallel = sequence_parallel
         self.algorithm = algorithm
         self.wire_dtype = wire_dtype
         self.prefetch_weight = prefetch_weight
@@ -409,34 +422,55 @@ class RowParallelLinear(_ParallelLinear):
         self._group = _Group(group)
 
     def path(self, num_vectors: int) -> str:
-        """Return the path for this number of vectors: "fused" for 1 to 16, else "all_reduce" or "unfused"."""
+        """Return the path for this number of vectors where no gradients are recorded."""
+        if self.sequence_parallel:
+            return "gemm_reduce_scatter"
         if 1 <= num_vectors <= MAX_VECTORS:
             return "fused"
         nbytes = num_vectors * self.out_features * self.weight.itemsize
-        dtype = self.weight.dtype
-        is_summed_in_it = (self.wire_dtype or torch.float32) == dtype and dtype in SCALARS
+        dtype, wire_dtype = self.weight.dtype, self.wire_dtype or torch.float32
+        if self._has_fused_product() and nbytes and (wire_dtype == torch.float32 or nbytes > _FUSED_BYTES):
+            return "gemm_all_reduce"
+        is_summed_in_it = wire_dtype == dtype and dtype in SCALARS
         return "all_reduce" if is_summed_in_it and 0 < nbytes <= _ALL_REDUCE_BYTES else "unfused"
 
+    def _has_fused_product(self) -> bool:
+        """Return whether `po.gemm_all_reduce` takes the layer."""
+        dtype = self.weight.dtype
+        is_suited = dtype in DTYPES and self.wire_dtype in (None, torch.float32, dtype)
+        return is_suited and len(set(self.splits)) == 1 and self.out_features % 8 == 0
+
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the whole layer's result on every PE. Collective.
+        """Return the whole layer's result on every PE, or this PE's part of it. Collective.
 
         Args:
             x: `[..., K_r]`, this PE's input features, dtype of the weight; all PEs pass the same leading dimensions.
-            residual: `[..., M]`, the same on every PE; added once, before the result is rounded.
-                Under autocast either may have another dtype, and is taken in the weight's.
+                With `sequence_parallel` the first one is a multiple of the number of PEs.
+            residual: the shape of the result; added once, before the result is rounded. It is the same on every PE, or
+                with `sequence_parallel` this PE's part. Under autocast either may have another dtype, and is taken in
+                the weight's.
 
         Returns:
-            `[..., M]`, dtype of the weight.
+            `[..., M]`, dtype of the weight; with `sequence_parallel` the PE's equal part of the first dimension, in
+            rank order.
 
         Raises:
             ValueError, TypeError: a shape or dtype does not fit; up to 16 vectors in float64.
             RuntimeError: the unfused path has no process group.
-            NotImplementedError: more than 16 vectors where gradients are recorded; with fewer, the backward pass raises
-                it.
-            PeerTimeoutError, ContractMismatchError: of `po.gemv_all_reduce` and `po.all_reduce`.
+            NotImplementedError: gradients are recorded, and the layer has no path with gradients; with up to 16
+                vectors, the backward pass raises it.
+            PeerTimeoutError, ContractMismatchError: of the operator.
         """
         self._check_input(x, self.weight.shape[1])
-        shape = (*x.shape[:-1], self.out_features)
+        first = x.shape[0]
+        if self.sequence_parallel:
+            if first % self._pe[1] or x.dim() < 2:
+                raise ValueError(
+                    f"x: expected [S, ..., {self.weight.shape[1]}] with S a multiple of {self._pe[1]}, the number of "
+                    f"PEs, got {list(x.shape)}"
+                )
+            first //= self._pe[1]
+        shape = (*((first,) if x.dim() > 1 else ()), *x.shape[1:-1], self.out_features)
         if residual is not None:
             if not torch.compiler.is_compiling():
                 require_plain({"residual": residual}, may_be_fake=True)
@@ -449,8 +483,14 @@ class RowParallelLinear(_ParallelLinear):
         num_vectors = math.prod(x.shape[:-1])
         # reshape(-1, 0) does not know how many vectors there are, so a PE without features needs the number.
         vectors = self._like_weight(x).reshape(num_vectors, x.shape[-1])
-        addend = None if residual is None else self._like_weight(residual).reshape(num_vectors, self.out_features)
+        addend = (
+            None if residual is None else self._like_weight(residual).reshape(math.prod(shape[:-1]), self.out_features)
+        )
         previous, self.last_path = self.last_path, self.path(num_vectors)
+        if self._has_fused_product() and not self.sequence_parallel and self._records(vectors, addend):
+            self.last_path = "gemm_all_reduce"
+        if self.last_path.startswith("gemm"):
+            return self._by_one_kernel(vectors, addend).view(shape)
         if self.last_path != "fused":
             if previous != self.last_path and not torch.compiler.is_compiling():
                 _log.debug("RowParallelLinear: %d vectors take the path %r", num_vectors, self.last_path)
@@ -468,12 +508,22 @@ class RowParallelLinear(_ParallelLinear):
         )
         return result.view(shape)
 
-    def _refuse_gradients(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+    def _by_one_kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        addends = {"bias": self.bias, "residual": None if residual is None else residual.contiguous()}
+        if self.sequence_parallel:
+            return _ops.gemm_reduce_scatter(x, self.weight.t(), wire_dtype=self.wire_dtype, **addends)
+        return _ops.gemm_all_reduce(x, self.weight.t(), wire_dtype=self.wire_dtype or torch.float32, **addends)
+
+    def _records(self, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+        """Return whether autograd records the call."""
         tensors = (x, self.weight, self.bias, residual)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    def _refuse_gradients(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        if self._records(x, residual):
             raise NotImplementedError(
                 "RowParallelLinear: the layer is forward only, but gradients are recorded; call it under "
-                "torch.no_grad()"
+                "torch.no_grad(), or use equal shares and a weight in float16 or bfloat16"
             )
 
     def _all_reduced(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -534,5 +584,5 @@ class RowParallelLinear(_ParallelLinear):
         """Return the sizes and options, for repr()."""
         return (
             f"{super().extra_repr()}, algorithm={self.algorithm!r}, wire_dtype={self.wire_dtype}, "
-            f"prefetch_weight={self.prefetch_weight}"
+            f"prefetch_weight={self.prefetch_weight}, sequence_parallel={self.sequence_parallel}"
         )
