@@ -509,7 +509,7 @@ class RowParallelLinear(_ParallelLinear):
         return result.view(shape)
 
     def _by_one_kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        addends = {"bias": self.bias, "residual": None if residual is None else residual.contiguous()}
+        addends: dict[str, Any] = {"bias": self.bias, "residual": None if residual is None else residual.contiguous()}
         if self.sequence_parallel:
             return _ops.gemm_reduce_scatter(x, self.weight.t(), wire_dtype=self.wire_dtype, **addends)
         return _ops.gemm_all_reduce(x, self.weight.t(), wire_dtype=self.wire_dtype or torch.float32, **addends)
