@@ -373,6 +373,22 @@ PO_FN uint64_t clock_ns() {
 #endif
 }
 
+// Cycles of this multiprocessor, modulo 2^32; the host counts none.
+PO_FN uint32_t clock_cycles() {
+#if PO_ON_DEVICE
+  return static_cast<uint32_t>(clock());
+#else
+  return 0;
+#endif
+}
+
+// Returns when so many cycles have gone by since `begin`; fewer than 2^31.
+PO_FN void await_cycles([[maybe_unused]] uint32_t begin, [[maybe_unused]] uint32_t cycles) {
+#if PO_ON_DEVICE
+  while (clock_cycles() - begin < cycles) __nanosleep(100);
+#endif
+}
+
 // Whether a poll loop looks at the clock and the abort words in this round. On the host in every round: on a busy
 // machine a thread that yields may be away for long.
 PO_FN bool looks_up(uint32_t spins) { return !PO_ON_DEVICE || spins % 64 == 0; }

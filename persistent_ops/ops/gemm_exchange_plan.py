@@ -194,6 +194,9 @@ class ExchangePlan(Plan):
             areas.reserve(needs, lambda: self._contract)
         areas.reserve_private(_SLOTS, division.grid * description.constants["kSlots"] * block_bytes)
         self.areas = (_PARTIALS, _FLAGS, _SLOTS) if key.adds else (_SLOTS,)
+        # All carriers together store as many bytes as the links take.
+        batch_bytes = 512 * description.constants["kBatch"] * division.grid * carriers
+        self._batch_cycles = int(batch_bytes / _PACE_BYTES_PER_US * _CYCLES_PER_US)
         self._areas = areas
         self._template = structs["Call"](
             columns=key.shape.columns, row_bytes=key.shape.columns * key.dtype.itemsize, product=division.product
@@ -209,6 +212,7 @@ class ExchangePlan(Plan):
             flags_offset=offsets[1],
             blocks_per_part=self._division.blocks_per_part,
             slots=held[-1].address,
+            batch_cycles=self._batch_cycles,
         )
         self._template.local = plan.team.local
         self._words = upload(self._world.backend, plan)
@@ -267,6 +271,7 @@ def _tile(world: World, key: ExchangeKey, tuning: Tuning) -> Tile:
 # Measured on H200.
 _CYCLES_PER_US = 1600.0
 _LINK_BYTES_PER_US = 346e3  # that a GPU sends
+_PACE_BYTES_PER_US = 320e3  # that it sends beside a product
 _LAUNCH_US = 4.0
 _EXCHANGE_US = 8.0  # of one launch, beside its product and its bytes: the last flags, and sums of the last tiles
 _COLLECTIVE_US = 16.0  # of NCCL's, beside its bytes

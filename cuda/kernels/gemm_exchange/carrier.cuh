@@ -13,11 +13,13 @@ enum class Exchange { kAllToAll, kReduceScatter, kAllReduce };
 
 inline constexpr int kCarriers = PO_ON_DEVICE ? 3 : 1;  // warps of a WG
 inline constexpr int kSlots = 2;                        // of staged tiles of a WG
+inline constexpr int kBatch = 4;                        // vectors of a lane that a carrier stores together
 inline constexpr Phase kPhasePartials = make_phase(kFirstPhase);
 inline constexpr Phase kPhaseRows = make_phase(kFirstPhase + 1);
 PO_CONSTANT(kPhasePartials)
 PO_CONSTANT(kPhaseRows)
 PO_CONSTANT(kSlots)
+PO_CONSTANT(kBatch)
 PO_QUERY(carriers, (int64_t on_device), on_device != 0 ? 3 : 1)
 
 struct Plan {
@@ -25,9 +27,10 @@ struct Plan {
   uint64_t partials_offset;  // in every heap: [senders, without this PE][blocks of a part], of partial sums
   uint64_t flags_offset;     // in every heap: uint64_t[size][blocks of a part][kCarriers]
   int64_t blocks_per_part;
-  uint8_t* slots;  // [WGs][kSlots], of tiles on their way; private
+  uint8_t* slots;        // [WGs][kSlots], of tiles on their way; private
+  int64_t batch_cycles;  // at least so many from one batch of a carrier's stores to the next, beside a product
 };
-PO_DESCRIBE(Plan, team, partials_offset, flags_offset, blocks_per_part, slots)
+PO_DESCRIBE(Plan, team, partials_offset, flags_offset, blocks_per_part, slots, batch_cycles)
 
 struct Call {
   Product product;
@@ -184,8 +187,9 @@ class Carrier {
     for (ProductPosition<Product> at(wg_, tiles); !at.is_over(tiles); at.skip_tile()) {
       const Block block = Traits::block_of(call_, at);
       if (block.rows <= 0) continue;
+      is_paced_ = !at.is_last(tiles);
       if (block.pe != team_.rank) {
-        if (at.is_last(tiles)) {
+        if (!is_paced_) {
           open(block);
           shared_.slots.staged[sent.slot()].await(sent.round());  // @carrier-stored
           if (Traits::kAdds && shared_.peer_place != nullptr) tell(block);
@@ -312,19 +316,22 @@ class Carrier {
   template <int kRowBytes>
   PO_FN void copy(const uint8_t* source, int64_t source_stride, uint8_t* target, int64_t target_stride, int rows,
                   int row_bytes) const {
-    constexpr int kUnits = kRowBytes / 16, kTogether = 4;
+    constexpr int kUnits = kRowBytes / 16;
     const int carriers = is_inline() ? 1 : kCarriers;
     const int begin = rows * share() / carriers * kUnits, end = rows * (share() + 1) / carriers * kUnits;
+    uint32_t last = clock_cycles();
     PO_NO_UNROLL
-    for (int first = begin + warp_.rank(); first < end; first += kTogether * warp_.size()) {
-      Vector<16> values[kTogether];
+    for (int first = begin + warp_.rank(); first < end; first += kBatch * warp_.size()) {
+      Vector<16> values[kBatch];
       PO_UNROLL
-      for (int j = 0; j < kTogether; ++j) {
+      for (int j = 0; j < kBatch; ++j) {
         const int i = min_of(first + j * warp_.size(), end - 1), byte = min_of(i % kUnits * 16, row_bytes - 16);
         values[j] = load_shared_vector<16>(source + i / kUnits * source_stride + byte);
       }
+      if (is_paced_) await_cycles(last, static_cast<uint32_t>(plan_.batch_cycles));
+      last = clock_cycles();
       PO_UNROLL
-      for (int j = 0; j < kTogether; ++j) {
+      for (int j = 0; j < kBatch; ++j) {
         const int i = first + j * warp_.size(), byte = i % kUnits * 16;
         if (i < end && byte < row_bytes) store_vector<16>(target + i / kUnits * target_stride + byte, values[j]);
       }
@@ -339,6 +346,8 @@ class Carrier {
   const Call& call_;
   Credits credits_;
   int number_;
+  // Whether others of this WG multiply meanwhile. What they load waits behind stores that the links do not take yet.
+  bool is_paced_ = false;
 };
 
 }  // namespace po::gemm_exchange
