@@ -38,8 +38,8 @@ from gemm_exchange_cases import (
     make_inputs,
     of_rank,
 )
-from gpu_kernels import GpuKernel
-from graphs import NUM_INPUTS, Call, GraphSuite
+from graph_chains import Chain, ChainSuite, ChainTest
+from graphs import NUM_INPUTS, Call
 from kept_pes import in_processes
 from torch_checks import assert_schemas, opcheck_problems
 from worlds import error_of, in_world, world_of
@@ -52,12 +52,8 @@ from persistent_ops.ops.gemm_exchange_plan import (
     ExchangeKey,
     _tuning,
     choose_algorithm,
-    sample_requests,
 )
-from persistent_ops.ops.product import DTYPES, Rows, Shape, Tuning, choose_tile
-from persistent_ops.runtime.compile.jit import compile_cuda
-from persistent_ops.runtime.compile.toolchain import find_nvcc
-from persistent_ops.runtime.errors import CompileError
+from persistent_ops.ops.product import CANDIDATES, DTYPES, Rows, Shape, Tuning, choose_tile
 from persistent_ops.runtime.team import Team
 from persistent_ops.runtime.tensor_specs import TensorSpec, TensorSpecs
 from persistent_ops.runtime.world import current
@@ -144,6 +140,37 @@ def _grids(operator: str) -> list[str]:
 @each_operator
 def test_the_number_of_sms_changes_no_bit(backend: str, operator: str) -> None:
     assert in_world(_grids, 2, backend, operator) == [[], []]
+
+
+def _every_tile(operator: str) -> list[str]:
+    """Return the tiles that make a wrong result. Each tile travels in another order of its registers."""
+    problems = []
+    for number, (rows, columns, sharing, parts) in enumerate(CANDIDATES):
+        case = Case(
+            f"{rows} x {columns}, sharing {sharing}, parts {parts}",
+            (200 if operator != ALL_REDUCE else 400,),
+            264,
+            296,
+            operator=operator,
+            wire_dtype=FLOAT32 if operator != ALL_TO_ALL and rows == 128 and number % 2 else None,
+            layouts=(("rows", "columns"), ("columns", "rows")),
+            tuning=Tuning(rows=rows, columns=columns, sharing=sharing, parts=parts),
+            **({} if operator == ALL_TO_ALL else _ADDED),
+        )
+        trial = ExchangeTrial(case)
+        if (problem := trial.call(0, number, "fused").problem) is not None:
+            problems.append(f"{case.name}: {problem}")
+        trial.close()
+    return problems
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@each_operator
+def test_every_tile(backend: str, operator: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for sm_90")
+    assert in_world(_every_tile, 2, backend, operator) == [[], []]
 
 
 # ---- algorithms ------------------------------------------------------------------------------------------------------
@@ -451,7 +478,43 @@ def test_compiled_function_is_one_graph(backend: str, operator: str) -> None:
     assert in_world(_compiled, 1, backend, operator) == [[None] * 6]
 
 
-class TestGraphs(GraphSuite):
+def _layers(width: int = 1024) -> Chain:
+    """One of each kind, of the result of the previous one."""
+    rank, world, rng = po.rank(), po.world_size(), torch.Generator().manual_seed(5)
+    # One row of each column is not zero, so that sums stay small whole numbers.
+    picks = torch.randint(width, (3, world, width), generator=rng)
+    signs = torch.randint(0, 2, picks.shape, generator=rng).to(BFLOAT16) * 2 - 1
+    starts = torch.randint(-3, 4, (NUM_INPUTS, world * 160, width), generator=rng).to(BFLOAT16)
+    own = torch.zeros(3, width, width, dtype=BFLOAT16).scatter_(1, picks[:, rank, None], signs[:, rank, None])
+    own = own.to(po.device())
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        rows = po.gemm_all_to_all(x, own[0], algorithm="fused")
+        sums = po.gemm_reduce_scatter(rows, own[1], algorithm="fused")
+        return po.gemm_all_reduce(sums, own[2], algorithm="fused")
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        given = [x] * world
+        for layer, operator in enumerate(OPERATORS):
+            case = Case("", tuple(given[0].shape[:1]), width, width, operator=operator)
+            products = [signs[layer, pe] * given[pe][:, picks[layer, pe]] + 0.0 for pe in range(world)]
+            given = [of_rank(case, products, pe, 1) for pe in range(world)]
+        return given[0]
+
+    return Chain(run, list(starts), [expected(start) for start in starts])
+
+
+def _eager_layers() -> list[str | None]:
+    chain = _layers(64)
+    pairs = zip(chain.starts, chain.wants, strict=True)
+    return [difference(chain.run(start.to(po.device())), want) for start, want in pairs]
+
+
+def test_layers_of_each_kind(backend: str) -> None:
+    assert in_world(_eager_layers, 2, backend) == [[None] * NUM_INPUTS] * 2
+
+
+class TestGraphs(ChainSuite):
     operator = REDUCE_SCATTER
     cases = (
         Case("graphs: one tile", (8,), 16, 8),
@@ -464,6 +527,7 @@ class TestGraphs(GraphSuite):
         Case("growing: large", (150,), 16, 264),
         Case("growing: medium", (40,), 24, 72),
     )
+    chains: ClassVar = {"layers": ChainTest(_layers, repeats=2, share=3)}
 
     @classmethod
     def call(cls, case: Case, way: str) -> Call:
@@ -614,18 +678,3 @@ def _undivided() -> list[str]:
 def test_rows_that_the_pes_cannot_share(backend: str, world: int) -> None:
     text = f"ValueError; a: expected a multiple of {world}, the number of PEs, in dimension %d, got {3 * world - 1}"
     assert in_world(_undivided, world, backend) == [[text % dim for dim in (0, 0, 1)]] * world
-
-
-# ---- kernels for GPUs ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(list(sample_requests()))))
-def test_tensor_cores_do_not_wait_for_registers(number: int) -> None:
-    try:
-        find_nvcc()
-    except CompileError as error:
-        pytest.skip(f"needs the CUDA compiler: {error}")
-    request = list(sample_requests())[number]
-    assert "(C75" not in compile_cuda(request.source(), arch="sm_90a").log
-    assert GpuKernel(request).compiled()[0].spill_store_bytes == 0
