@@ -171,7 +171,7 @@ struct Kernel {
       shared.slots.there[0].await(0);  // @peer-opened: this WG has had no tile of the own part
       place = shared.peer_place;
     } else {
-      shared.slots.sent[turn.slot()].await(turn.round() - 1);  // @exchange-slot-free: at first all are
+      shared.slots.sent[turn.slot()].await(turn.round() - 1);  // @tile-slot: at first all are
     }
     if (place == nullptr) {
       // The launch has been given up.
@@ -221,7 +221,7 @@ struct Kernel {
                            Slots::Turn& turn, ProductRowStore<Product>& rows, Carrier& carrier) {
     uint8_t* output = call.output + Traits::output_place(shared.plan.team.rank, call, block);
     if constexpr (Traits::kReturns) shared.slots.sent[turn.slot()].await(turn.round() - 1);
-    rows.store(tile, part, output, call.row_bytes, block.rows, block.columns);
+    rows.store(tile, part, output, call.row_bytes, block.rows, block.columns);  // @result-store
     if constexpr (Traits::kReturns) {
       if (carrier.is_inline()) return carrier.send_result(block);
       hand_over(shared.slots.staged[turn.slot()]);  // @result-stored

@@ -15,7 +15,8 @@ inline constexpr int kCarriers = PO_ON_DEVICE ? 3 : 1;  // warps of a WG
 inline constexpr int kSlots = 2;                        // of staged tiles of a WG
 inline constexpr int kBatch = 4;                        // vectors of a lane that a carrier stores together
 inline constexpr Phase kPhasePartials = make_phase(kFirstPhase);
-inline constexpr Phase kPhaseRows = make_phase(kFirstPhase + 1);
+// A PE that owes rows may itself wait for a third one's credit or partial sums: so that one's lateness shows first.
+inline constexpr Phase kPhaseRows = make_phase(kFirstPhase + 1, 9);
 PO_CONSTANT(kPhasePartials)
 PO_CONSTANT(kPhaseRows)
 PO_CONSTANT(kSlots)
@@ -201,7 +202,7 @@ class Carrier {
         continue;
       }
       if constexpr (Traits::kAdds) {
-        await_partials(block);
+        await_partials(block);                                             // @partials-await
         shared_.slots.taken[received.slot()].await(received.round() - 1);  // a round at a time
         hand_over(shared_.slots.there[received.slot()]);                   // @partials-told
         received.advance();
@@ -221,9 +222,10 @@ class Carrier {
     if constexpr (Traits::kAdds) {
       constexpr int kRowBytes = Traits::kSlotRowBytes;
       const int rows = ceil_div(block.rows, Tile::kPieceRows) * Tile::kPieceRows;
-      copy<kRowBytes>(slot, kRowBytes, place_at(block.pe, block), kRowBytes, rows, kRowBytes);
+      copy<kRowBytes>(slot, kRowBytes, place_at(block.pe, block), kRowBytes, rows, kRowBytes);  // @partials-before-flag
       tell(block);
     } else {
+      // @tile-rows-before-word
       copy<kResultRowBytes>(slot, kResultRowBytes, place_at(block.pe, block), call_.row_bytes, block.rows,
                             block.columns * 2);
     }
@@ -254,16 +256,16 @@ class Carrier {
   // After the last tile: tells all peers that their rows have been sent, and awaits those of all peers.
   PO_FN void end() {
     if constexpr (Traits::kSendsRows) {
-      warp_.sync();  // @rows-stored
+      warp_.sync();
       const auto word = static_cast<uint64_t>(wg_.index() * kCarriers + share());
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
-        if (pe == team_.rank || is_aborted(team_)) continue;  // it may have left something out
+        if (pe == team_.rank || is_aborted(team_)) continue;  // @tile-rows-unless-aborted
         signal(team_, pe, ready_word_offset(team_, team_.rank, word), launch_flag(team_));
       }
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
         if (pe == team_.rank) continue;
         const uint64_t* sent = local_word(team_, ready_word_offset(team_, pe, word));
-        if (!await_epoch(team_, sent, kPhaseRows, pe, word)) miss();  // @rows-await
+        if (!await_epoch(team_, sent, kPhaseRows, pe, word)) miss();  // @tile-rows-await
       }
     }
     if (wg_.index() == 0 && share() == 0) await_all_credits(team_, warp_);  // @exchange-credits
@@ -272,7 +274,7 @@ class Carrier {
  private:
   PO_FN int share() const { return max_of(number_, 0); }  // which of the shares of a tile
 
-  // Whether this launch has the peer's credit, for which it waits.
+  // Whether this launch has the peer's credit, for which it waits. If not, it has been given up.
   PO_FN bool may_store_to(int pe) {
     if (!credits_.await(team_, warp_, pe)) return false;  // @exchange-credit
     return warp_.count(is_aborted(team_)) == 0;           // @exchange-takes-part
@@ -280,14 +282,14 @@ class Carrier {
 
   // Lets others store a tile to a peer directly.
   PO_FN void open(const Block& block) {
-    const bool may = may_store_to(block.pe);
+    const bool may = may_store_to(block.pe);  // @peer-credit
     if (share() == 0 && warp_.rank() == 0) shared_.peer_place = may ? place_at(block.pe, block) : nullptr;
     hand_over(shared_.slots.there[0]);  // @peer-open
   }
 
   // Tells a peer that partial sums have been stored there.
   PO_FN void tell(const Block& block) const {
-    warp_.sync();  // @partials-stored
+    warp_.sync();
     if (warp_.rank() == 0) signal(team_, block.pe, flag_offset(team_.rank, block), launch_flag(team_));
   }
 
