@@ -117,10 +117,10 @@ struct Kernel {
         const Block block = Traits::block_of(call, at, (pe + 1) % size);
         if (block.rows <= 0 || block.pe != (Traits::kReturns ? pe : rank)) continue;
         if (!Traits::kSendsRows && pe != rank) continue;
-        auto* output = reinterpret_cast<uint16_t*>(call.output + Traits::output_place(pe, call, block));
+        uint8_t* output = call.output + Traits::output_place(pe, call, block);
         const int columns = min_of(block.columns, Tile::kFinishedColumns);
-        for (int i = wg.rank(); i < block.rows * columns; i += wg.size()) {
-          output[i / columns * (call.row_bytes / 2) + i % columns] = 0xffff;
+        for (int row = 0; row < block.rows; ++row) {
+          poison(wg, reinterpret_cast<uint16_t*>(output + row * call.row_bytes), columns);
         }
       }
     }
@@ -151,7 +151,8 @@ struct Kernel {
       if (block.rows <= 0) continue;
       Tile& tile = adder.tile();
       if (block.pe != rank) {
-        stage(shared, call, tile, adder.part(), block, is_last && !carrier.is_inline(), sent, rows, carrier);
+        const bool is_direct = is_last && received.is_first() && !carrier.is_inline();
+        stage(shared, call, tile, adder.part(), block, is_direct, sent, rows, carrier);
       } else {
         if constexpr (Traits::kAdds) {
           partials.add(tile, adder.part(), block, received, carrier);
@@ -163,12 +164,12 @@ struct Kernel {
     if (carrier.is_inline()) carrier.end();
   }
 
-  // Leaves a tile of a peer's part to the carriers. The last tile is stored to the peer at once.
-  static PO_FN void stage(Shared& shared, const Call& call, Tile& tile, int part, const Block& block, bool is_last,
+  // Leaves a tile of a peer's part to the carriers. With `is_direct` it is stored to the peer at once.
+  static PO_FN void stage(Shared& shared, const Call& call, Tile& tile, int part, const Block& block, bool is_direct,
                           Slots::Turn& turn, ProductRowStore<Product>& rows, Carrier& carrier) {
     uint8_t* place = Traits::slot(shared.plan, carrier.wg(), turn.slot());
-    if (is_last) {
-      shared.slots.there[0].await(0);  // @peer-opened: this WG has had no tile of the own part
+    if (is_direct) {
+      shared.slots.there[0].await(0);  // @peer-opened
       place = shared.peer_place;
     } else {
       shared.slots.sent[turn.slot()].await(turn.round() - 1);  // @tile-slot: at first all are
@@ -184,7 +185,7 @@ struct Kernel {
         store_vector<sizeof(eight)>(place + tile.way_to_eight(i) * kBytes, eight);
       });
     } else {
-      rows.store(tile, part, place, is_last ? call.row_bytes : Traits::kSlotRowBytes, block.rows, block.columns);
+      rows.store(tile, part, place, is_direct ? call.row_bytes : Traits::kSlotRowBytes, block.rows, block.columns);
     }
     if (carrier.is_inline()) return carrier.send(block, Traits::slot(shared.plan, carrier.wg(), turn.slot()));
     hand_over(shared.slots.staged[turn.slot()]);  // @tile-staged

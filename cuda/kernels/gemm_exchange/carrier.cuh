@@ -58,6 +58,7 @@ struct Slots {
    public:
     PO_FN int slot() const { return slot_; }
     PO_FN uint32_t round() const { return round_; }
+    PO_FN bool is_first() const { return slot_ == 0 && round_ == 0; }
     PO_FN void advance() {
       if (++slot_ < kSlots) return;
       slot_ = 0;
@@ -190,7 +191,7 @@ class Carrier {
       if (block.rows <= 0) continue;
       is_paced_ = !at.is_last(tiles);
       if (block.pe != team_.rank) {
-        if (!is_paced_) {
+        if (!is_paced_ && received.is_first()) {  // the WG has no tile of the own part
           open(block);
           shared_.slots.staged[sent.slot()].await(sent.round());  // @carrier-stored
           if (Traits::kAdds && shared_.peer_place != nullptr) tell(block);
