@@ -189,14 +189,17 @@ class Pe final : public driver::BasePe<Plan> {
     return Element::from_float(sum);
   }
 
-  // A peer that is late may still store its rows of an all-to-all. All other rows need the PE that is not there.
+  // Rows of an all-to-all need their sender alone, which may be late and still store them. All other rows need the PE
+  // that is not there.
   void check_given_up(int64_t launch) override {
     const int64_t blamed = number("--blamed-pe");
     if (blamed >= 0 && static_cast<int64_t>(error.peer) != blamed) fail_with_record(driver::kWrongReport, launch);
     const Shape shape(launch, size);
     for (int64_t row = 0; row < shape.output_rows; ++row) {
-      const int64_t sender = kConfig.exchange == Exchange::kAllToAll ? row / shape.segment_rows : rank;
-      if (sender != rank && sender != number("--stop-pe") && sender != number("--other-pe")) continue;
+      const int64_t sender = row / shape.segment_rows;
+      const bool is_away = sender == number("--stop-pe") || sender == number("--other-pe");
+      if (kConfig.exchange == Exchange::kAllToAll && (sender == rank || !is_away)) continue;
+      if (shape.row_of(row, rank) >= shape.rows) continue;
       for (int64_t column = 0; column < shape.columns; ++column) {
         if (output()[row * shape.columns + column] == kPoisoned) continue;
         driver::fail(driver::kWrongOutput, "PE %d, launch %ld: row %ld of a launch that was given up is not poisoned",
