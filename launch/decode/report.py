@@ -114,6 +114,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     paths = {
         "unfused": "the unfused path, linear + torch.distributed",
         "all_reduce": "linear + po.all_reduce",
+        "gemm_all_reduce": "po.gemm_all_reduce",
         "fused": "the fused operator",
     }
     lines.append(

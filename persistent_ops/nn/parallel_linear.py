@@ -462,15 +462,8 @@ class RowParallelLinear(_ParallelLinear):
             PeerTimeoutError, ContractMismatchError: of the operator.
         """
         self._check_input(x, self.weight.shape[1])
-        first = x.shape[0]
-        if self.sequence_parallel:
-            if first % self._pe[1] or x.dim() < 2:
-                raise ValueError(
-                    f"x: expected [S, ..., {self.weight.shape[1]}] with S a multiple of {self._pe[1]}, the number of "
-                    f"PEs, got {list(x.shape)}"
-                )
-            first //= self._pe[1]
-        shape = (*((first,) if x.dim() > 1 else ()), *x.shape[1:-1], self.out_features)
+        rows = self._result_rows(x)
+        shape = (*rows, self.out_features)
         if residual is not None:
             if not torch.compiler.is_compiling():
                 require_plain({"residual": residual}, may_be_fake=True)
@@ -483,17 +476,15 @@ class RowParallelLinear(_ParallelLinear):
         num_vectors = math.prod(x.shape[:-1])
         # reshape(-1, 0) does not know how many vectors there are, so a PE without features needs the number.
         vectors = self._like_weight(x).reshape(num_vectors, x.shape[-1])
-        addend = (
-            None if residual is None else self._like_weight(residual).reshape(math.prod(shape[:-1]), self.out_features)
-        )
+        addend = None if residual is None else self._like_weight(residual).reshape(math.prod(rows), self.out_features)
         previous, self.last_path = self.last_path, self.path(num_vectors)
         if self._has_fused_product() and not self.sequence_parallel and self._records(vectors, addend):
             self.last_path = "gemm_all_reduce"
+        if self.last_path not in ("fused", previous) and not torch.compiler.is_compiling():
+            _log.debug("RowParallelLinear: %d vectors take the path %r", num_vectors, self.last_path)
         if self.last_path.startswith("gemm"):
             return self._by_one_kernel(vectors, addend).view(shape)
         if self.last_path != "fused":
-            if previous != self.last_path and not torch.compiler.is_compiling():
-                _log.debug("RowParallelLinear: %d vectors take the path %r", num_vectors, self.last_path)
             self._refuse_gradients(vectors, addend)
             take = self._all_reduced if self.last_path == "all_reduce" else self._unfused
             return take(vectors, addend).view(shape)
@@ -507,6 +498,22 @@ class RowParallelLinear(_ParallelLinear):
             prefetch_weight=self.prefetch_weight,
         )
         return result.view(shape)
+
+    def _result_rows(self, x: torch.Tensor) -> tuple[int, ...]:
+        """Return the result's dimensions without the last; raise where the layer cannot divide them."""
+        rows, size = tuple(x.shape[:-1]), self._pe[1]
+        if not self.sequence_parallel:
+            return rows
+        if self.weight.dtype not in DTYPES:
+            raise TypeError(
+                f"sequence_parallel: expected a weight in float16 or bfloat16, got one in {self.weight.dtype}"
+            )
+        if not rows or rows[0] % size:
+            raise ValueError(
+                f"x: expected [S, ..., {self.weight.shape[1]}] with S a multiple of {size}, the number of PEs, got "
+                f"{list(x.shape)}"
+            )
+        return (rows[0] // size, *rows[1:])
 
     def _by_one_kernel(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         addends: dict[str, Any] = {"bias": self.bias, "residual": None if residual is None else residual.contiguous()}
@@ -523,7 +530,7 @@ class RowParallelLinear(_ParallelLinear):
         if self._records(x, residual):
             raise NotImplementedError(
                 "RowParallelLinear: the layer is forward only, but gradients are recorded; call it under "
-                "torch.no_grad(), or use equal shares and a weight in float16 or bfloat16"
+                "torch.no_grad(), or use equal shares, out_features that 8 divides, and a weight in float16 or bfloat16"
             )
 
     def _all_reduced(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
