@@ -384,18 +384,14 @@ def _unfused(
     with torch.no_grad():
         try:
             product = _product(a.flatten(0, -2), b, key.wire_dtype)
-            total = _exchanged(world, key, product)
+            result = _added_up(world, key, product, bias, residual) if key.adds else all_to_all_rows(product)
+            if key.operator == "gemm_all_reduce":
+                result = all_gather_rows(result, world.size)[: key.shape.rows]
         except PersistentOpsError:
             if out is not None:
                 fill_nan(out)
             raise
-        if key.adds:
-            total = total / world.size if key.is_mean else total
-            total = total.view(shape)
-            for addend in (bias, residual):
-                total = total if addend is None else total + addend
-        total = total.to(a.dtype).view(shape)
-        return total if out is None else out.copy_(total)
+        return result.view(shape) if out is None else out.copy_(result.view(shape))
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -406,24 +402,29 @@ def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tens
     return a.float() @ b.float()
 
 
-def _exchanged(world: World, key: ExchangeKey, product: torch.Tensor) -> torch.Tensor:
-    """Return the rows that come from all PEs, or the sums in fp32 of those that are added."""
-    size, columns = world.size, product.shape[1]
-    if not key.adds:
-        return all_to_all_rows(product)
-    parts, _first, segments, rows = key.rows
+def _added_up(
+    world: World, key: ExchangeKey, product: torch.Tensor, bias: _Optional, residual: _Optional
+) -> torch.Tensor:
+    """Return this PE's rows of the sum."""
+    columns, (parts, _, segments, rows) = product.shape[1], key.rows
+    addend = None if residual is None else residual.reshape(-1, columns)
     if key.operator == "gemm_all_reduce":
-        padded = product.new_zeros((parts * rows, columns))
-        padded[: product.shape[0]] = product
-        product = padded
+        product = _with_rows(product, parts * rows)
+        addend = None if addend is None else _with_rows(addend, parts * rows).view(parts, rows, columns)[world.rank]
     blocks = product.view(segments, parts, rows, columns).transpose(0, 1).reshape(-1, columns)
-    received = all_to_all_rows(blocks).view(size, -1, columns)
-    total = received[0].float()
-    for block in received[1:]:
+    first, *others = all_to_all_rows(blocks).view(parts, -1, columns)
+    total = first.float()
+    for block in others:
         total = total + block
-    if key.operator == "gemm_all_reduce":
-        total = all_gather_rows(total, size)[: key.shape.rows]
-    return total
+    total = total / parts if key.is_mean else total
+    for each in (bias, addend):
+        total = total if each is None else total + each
+    return total.to(key.dtype)
+
+
+def _with_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return a matrix with zeros below, so that it has so many rows."""
+    return torch.nn.functional.pad(matrix, (0, 0, 0, rows - matrix.shape[0]))
 
 
 # ---- torch operators -----------------------------------------------------------------------------------------------
