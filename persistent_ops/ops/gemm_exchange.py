@@ -424,7 +424,9 @@ def _added_up(
 
 def _with_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a matrix with zeros below, so that it has so many rows."""
-    return torch.nn.functional.pad(matrix, (0, 0, 0, rows - matrix.shape[0]))
+    result = matrix.new_zeros((rows, matrix.shape[1]))
+    result[: matrix.shape[0]] = matrix
+    return result
 
 
 # ---- torch operators -----------------------------------------------------------------------------------------------
