@@ -30,13 +30,17 @@ PO_DESCRIBE(ProductTiles, rows, columns, band, steps)
 
 // The rows of a product in parts, one for each PE. A part is made of segments, and a segment of consecutive rows. The
 // first segments of all parts follow each other in the product, then all second ones. No tile has rows of two segments.
+//
+// The n-th tiles of all parts but the last follow each other, in the order of the parts from `first_part` on. The n-th
+// tile of the last part, which is this PE's own, comes after the (n + lag)-th ones.
 struct ProductRows {
   int32_t count;  // of the product; the last segments may lack rows
   int32_t parts;
-  int32_t first_part;     // whose tiles come first
+  int32_t first_part;
   int32_t segments;       // of a part
   int32_t segment_rows;   // of a segment
   int32_t segment_tiles;  // of a segment
+  int32_t lag;            // tiles, at most those of a part
 
   // A tile's rows.
   struct Place {
@@ -48,8 +52,17 @@ struct ProductRows {
   };
 
   PO_FN Place place_of(int tile, int tile_rows) const {
-    const int per_part = segments * segment_tiles, hops = tile / per_part, number = tile % per_part;
-    if (hops >= parts) return {0, 0, 0, 0, 0};
+    const int of_part = segments * segment_tiles, others = parts - 1, before = lag * others;
+    if (tile >= parts * of_part) return {0, 0, 0, 0, 0};
+    int hops, number;
+    if (tile < before) {
+      hops = tile % others;
+      number = tile / others;
+    } else {
+      const int turn = (tile - before) / parts, last_turn = of_part - lag;
+      hops = turn < last_turn ? (tile - before) % parts : others;
+      number = turn >= last_turn ? tile - before - last_turn * others : hops < others ? lag + turn : turn;
+    }
     const int part = first_part + hops < parts ? first_part + hops : first_part + hops - parts;
     const int segment = number / segment_tiles, first = number % segment_tiles * tile_rows;
     const int row = (segment * parts + part) * segment_rows + first;
@@ -57,6 +70,6 @@ struct ProductRows {
     return {part, number, rest > 0 ? row : 0, segment * segment_rows + first, rest};
   }
 };
-PO_DESCRIBE(ProductRows, count, parts, first_part, segments, segment_rows, segment_tiles)
+PO_DESCRIBE(ProductRows, count, parts, first_part, segments, segment_rows, segment_tiles, lag)
 
 }  // namespace po

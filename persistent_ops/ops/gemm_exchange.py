@@ -406,14 +406,14 @@ def _added_up(
     world: World, key: ExchangeKey, product: torch.Tensor, bias: _Optional, residual: _Optional
 ) -> torch.Tensor:
     """Return this PE's rows of the sum."""
-    columns, (parts, _, segments, rows) = product.shape[1], key.rows
+    columns, parts, segments, rows = product.shape[1], key.rows.parts, key.rows.segments, key.rows.segment_rows
     addend = None if residual is None else residual.reshape(-1, columns)
     if key.operator == "gemm_all_reduce":
         product = _with_rows(product, parts * rows)
         addend = None if addend is None else _with_rows(addend, parts * rows).view(parts, rows, columns)[world.rank]
     blocks = product.view(segments, parts, rows, columns).transpose(0, 1).reshape(-1, columns)
     first, *others = all_to_all_rows(blocks).view(parts, -1, columns)
-    total = first.float()
+    total: torch.Tensor = first.float()
     for block in others:
         total = total + block
     total = total / parts if key.is_mean else total
@@ -424,7 +424,7 @@ def _added_up(
 
 def _with_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a matrix with zeros below, so that it has so many rows."""
-    result = matrix.new_zeros((rows, matrix.shape[1]))
+    result: torch.Tensor = matrix.new_zeros((rows, matrix.shape[1]))
     result[: matrix.shape[0]] = matrix
     return result
 

@@ -160,7 +160,8 @@ class ExchangePlan(Plan):
         self._world, self._key = world, key
         backend, team = world.backend, key.team
         tuning = _tuning(world, key)
-        self._division = division = Division(backend, description, key.shape, tuning, key.rows)
+        rows = key.rows._replace(lag=_lag(world, key, tuning))
+        self._division = division = Division(backend, description, key.shape, tuning, rows)
         tile = division.tile
         self._kernel = world.load(kernel_request(key, tile, depth=division.depth), team)
         check_resident(self._kernel, division.grid, choices="tile")
@@ -178,7 +179,7 @@ class ExchangePlan(Plan):
             key.dtype,
             key.wire_dtype,
             flags,
-            (tile.rows, tile.columns, tile.sharing, tile.parts, division.product.tiles.band),
+            (tile.rows, tile.columns, tile.sharing, tile.parts, division.product.tiles.band, division.product.rows.lag),
             division.grid,
             carriers,
         )
@@ -258,6 +259,30 @@ def _tuning(world: World, key: ExchangeKey) -> Tuning:
     return Tuning(tile.rows, tile.columns, tile.sharing, tile.parts, tuning.stages, tuning.band)
 
 
+def _lag(world: World, key: ExchangeKey, tuning: Tuning) -> int:
+    """Return by how many tiles of rows the own part lags, the same on all PEs.
+
+    The lag is as long as the links take what is made meanwhile, and covers one tile of each work-group.
+    """
+    backend, parts = world.backend, key.rows.parts
+    if backend.name == "host":
+        return max(1, key.rows.tiles(8) // 2)
+    tile = Tile(tuning.rows or 0, tuning.columns or 0, tuning.sharing or 1, tuning.parts or 1, 0)
+    of_part = key.rows.tiles(tile.rows)
+    cycles = predicted_cycles(OPERATOR.prepare(world).queries, tile, key.shape, key.rows, backend.num_sms)
+    assert cycles is not None
+    busy = _link_us(key) / (_BUSIEST * cycles / _CYCLES_PER_US)
+    least = math.ceil(backend.num_sms / math.ceil(key.shape.columns / tile.columns))
+    return min(of_part, max(least, int(parts * of_part * (1 - busy))))
+
+
+def _link_us(key: ExchangeKey) -> float:
+    """Return how long the links take to send all tiles of peers' parts."""
+    item = key.wire_dtype.itemsize if key.adds else key.dtype.itemsize
+    sent_rows = key.rows.tiles(16) * 16 * (key.team.size - 1)  # tiles travel in strips
+    return sent_rows * key.shape.columns * item / _LINK_BYTES_PER_US
+
+
 def _tile(world: World, key: ExchangeKey, tuning: Tuning) -> Tile:
     queries, backend = OPERATOR.prepare(world).queries, world.backend
     shape = key.shape._replace(a_k_major=True, b_k_major=True)
@@ -271,7 +296,8 @@ def _tile(world: World, key: ExchangeKey, tuning: Tuning) -> Tile:
 # Measured on H200.
 _CYCLES_PER_US = 1600.0
 _LINK_BYTES_PER_US = 346e3  # that a GPU sends
-_PACE_BYTES_PER_US = 320e3  # that it sends beside a product
+_PACE_BYTES_PER_US = 360e3  # that it sends beside a product
+_BUSIEST = 0.85  # of the links' time, that peers' parts may take while they are made
 _LAUNCH_US = 4.0
 _EXCHANGE_US = 8.0  # of one launch, beside its product and its bytes: the last flags, and sums of the last tiles
 _COLLECTIVE_US = 16.0  # of NCCL's, beside its bytes
@@ -314,11 +340,7 @@ def _predicted(world: World, key: ExchangeKey) -> tuple[float, float]:
     cycles = predicted_cycles(queries, tile, shape, key.rows, num_sms)
     assert cycles is not None
     product = cycles / _CYCLES_PER_US
-    item = key.wire_dtype.itemsize if key.adds else key.dtype.itemsize
-    sent_rows = key.rows.tiles(16) * 16 * (size - 1)  # tiles travel in strips
-    link = sent_rows * shape.columns * item / _LINK_BYTES_PER_US
-    if key.operator == "gemm_all_reduce":
-        link *= 2
+    link = _link_us(key) * (2 if key.operator == "gemm_all_reduce" else 1)
     tiles = math.ceil(size * key.rows.tiles(tile.rows) / tile.sharing) * math.ceil(shape.columns / tile.columns)
     waves = math.ceil(tiles / max(1, num_sms // tile.cluster))
     fused = _LAUNCH_US + max(product, product / waves + link) + _EXCHANGE_US

@@ -83,6 +83,7 @@ class Rows(NamedTuple):
     first_part: int
     segments: int
     segment_rows: int
+    lag: int | None = None  # None: as many tiles as a part has
 
     @classmethod
     def of_one_pe(cls, rows: int) -> Rows:
@@ -275,6 +276,7 @@ class Division:
                 segments=rows.segments,
                 segment_rows=rows.segment_rows,
                 segment_tiles=of_part // rows.segments,
+                lag=of_part if rows.lag is None else min(rows.lag, of_part),
             ),
             step_bytes=queries["stage_bytes"](loaded_rows, tile.columns, depth, shape.a_k_major, shape.b_k_major),
         )

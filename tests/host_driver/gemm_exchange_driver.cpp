@@ -38,6 +38,7 @@ driver::Options options({{"--rows", "42"},
                          {"--segments", "1"},
                          {"--depth", "21"},
                          {"--band", "3"},
+                         {"--lag", "2"},
                          {"--threads", "3"},
                          {"--epochs", "4"},
                          {"--blamed-pe", "-1"}},
@@ -156,7 +157,8 @@ class Pe final : public driver::BasePe<Plan> {
             (rank + 1) % size,
             static_cast<int32_t>(shape.segments),
             static_cast<int32_t>(shape.segment_rows),
-            static_cast<int32_t>(shape.segment_tiles)};
+            static_cast<int32_t>(shape.segment_tiles),
+            static_cast<int32_t>(std::min(number("--lag"), shape.segments * shape.segment_tiles))};
   }
 
   void check(int64_t launch) override {

@@ -12,7 +12,7 @@ using Storage = Element::Storage;
 // All rows are one PE's.
 inline po::ProductRows rows_of_one_pe(int64_t rows, int64_t tile_rows) {
   const auto count = static_cast<int32_t>(rows);
-  return {count, 1, 0, 1, count, static_cast<int32_t>(po::ceil_div(rows, tile_rows))};
+  return {count, 1, 0, 1, count, static_cast<int32_t>(po::ceil_div(rows, tile_rows)), 0};
 }
 
 // Numbers of a row of a matrix in memory: rows begin at multiples of 16 bytes.

@@ -315,14 +315,21 @@ class Carrier {
     turn.advance();
   }
 
+  // Returns when the links take another batch. A carrier that is late catches up by one batch.
+  PO_FN void keep_pace() {
+    const auto cycles = static_cast<uint32_t>(plan_.batch_cycles);
+    await_cycles(last_batch_, cycles);
+    const uint32_t now = clock_cycles();
+    last_batch_ = now - last_batch_ < 2 * cycles ? last_batch_ + cycles : now - cycles;
+  }
+
   // Copies this carrier's share of some rows of a block, of which so many bytes exist.
   template <int kRowBytes>
   PO_FN void copy(const uint8_t* source, int64_t source_stride, uint8_t* target, int64_t target_stride, int rows,
-                  int row_bytes) const {
+                  int row_bytes) {
     constexpr int kUnits = kRowBytes / 16;
     const int carriers = is_inline() ? 1 : kCarriers;
     const int begin = rows * share() / carriers * kUnits, end = rows * (share() + 1) / carriers * kUnits;
-    uint32_t last = clock_cycles();
     PO_NO_UNROLL
     for (int first = begin + warp_.rank(); first < end; first += kBatch * warp_.size()) {
       Vector<16> values[kBatch];
@@ -331,8 +338,7 @@ class Carrier {
         const int i = min_of(first + j * warp_.size(), end - 1), byte = min_of(i % kUnits * 16, row_bytes - 16);
         values[j] = load_shared_vector<16>(source + i / kUnits * source_stride + byte);
       }
-      if (is_paced_) await_cycles(last, static_cast<uint32_t>(plan_.batch_cycles));
-      last = clock_cycles();
+      if (is_paced_) keep_pace();
       PO_UNROLL
       for (int j = 0; j < kBatch; ++j) {
         const int i = first + j * warp_.size(), byte = i % kUnits * 16;
@@ -351,6 +357,7 @@ class Carrier {
   int number_;
   // Whether others of this WG multiply meanwhile. What they load waits behind stores that the links do not take yet.
   bool is_paced_ = false;
+  uint32_t last_batch_ = 0;  // when it was due
 };
 
 }  // namespace po::gemm_exchange
