@@ -50,6 +50,7 @@ def _cases(wgs: int) -> dict[str, str]:
         "epoch_passes_2^32": f"--wgs={wgs} --first-epoch=4294967294",
         "a_band_is_of_two_pes": f"--pes=3 --rows=63 --columns=40 --band=4 --wgs={wgs}",
         "a_band_is_of_all_pes": f"--pes=3 --rows=63 --band=20 --wgs={wgs} --threads=1",
+        "a_peer_s_tile_behind_an_own_one": f"--rows={32 * wgs} --columns=16 --band=5 --wgs={3 * wgs}",
         "more_wgs_than_tiles": f"--rows=12 --columns=8 --wgs={8 * wgs}",
         "shapes_in_turn": f"--rows=42,6,84 --columns=24,8,16 --wgs={wgs} --epochs=7",
         "shapes_in_turn_late": f"--pes=3 --rows=42,6,84 --columns=8,24,16 --wgs={wgs} --epochs=7 --slow-pe=1",

@@ -30,7 +30,8 @@ class PartialSums {
       return;
     }
     if (!must) {
-      if (carrier.is_inline() || warp_.count(there.is_over(turn.round())) != warp_.size()) return;
+      if (carrier.is_inline()) return;
+      if (warp_.count(there.is_over(turn.round())) != warp_.size()) return;
       has_begun_ = true;
     }
     if (carrier.is_inline()) {
