@@ -263,7 +263,8 @@ class ColumnParallelLinear(_ParallelLinear):
     - "gemv", for 1 to 16 vectors, as in decoding: `po.gemv`, with that operator's guarantees. 2 to 8 vectors count as
       8, 9 to 16 count as 16, and together they may have 128 KiB: K up to 8192 for 8 vectors in 16 bits.
     - "linear", for more vectors, and where gradients of either mode are recorded, under autocast, on another device
-      than `po.device()`, or in a dtype that `po.gemv` does not take: `torch.nn.functional.linear`.
+      than `po.device()`, or in a dtype that `po.gemv` does not take: `torch.nn.functional.linear`. The gradient of x is
+      that of this PE's features: add it up over the PEs.
 
     Args:
         in_features: K; every PE passes all of x, `[..., K]`.
@@ -275,7 +276,7 @@ class ColumnParallelLinear(_ParallelLinear):
         prefetch_weight: of `po.gemv`; safe if no kernel of the model writes weights.
 
     Attributes:
-        weight: `[M_r, K]`; requires no gradient.
+        weight: `[M_r, K]`; requires no gradient until `requires_grad_()`.
         bias: `[M_r]` or None.
         splits: output features of each PE.
         shard_range: this PE's output features, first and last + 1.
