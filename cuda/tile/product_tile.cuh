@@ -104,8 +104,8 @@ class ProductTile {
   static PO_FN int num_warps(const WorkGroup&) { return kWarps; }
 
   // Divides the registers of 12 warps, at the beginning: four of them do not add up.
-  static PO_FN void take_room() { take_registers<kHelpers == 1 ? 232 : 224>(); }
-  static PO_FN void leave_room() { leave_registers<kHelpers == 1 ? 40 : 56>(); }
+  static PO_FN void take_room() { take_registers<kHelpers == 1 ? 232 : 216>(); }
+  static PO_FN void leave_room() { leave_registers<kHelpers == 1 ? 40 : 72>(); }
 
   // Starts to add a step; `is_added`: to earlier ones.
   PO_FN void multiply(const uint8_t* a, const uint8_t* b, bool is_added) {

@@ -141,7 +141,16 @@ def sample_requests() -> Iterator[KernelRequest]:
     ):
         adds, shape = operator != "gemm_all_to_all", Shape(4096, 4096, 4096, *majors)
         key = ExchangeKey(
-            team, operator, shape, Rows(2, 1, 1, 2048), torch.bfloat16, wire_dtype, adds, adds, adds, None
+            team,
+            operator,
+            shape,
+            Rows(2, 1, 1, 2048),
+            torch.bfloat16,
+            wire_dtype,
+            operator == "gemm_reduce_scatter",
+            adds,
+            adds,
+            None,
         )
         yield kernel_request(key, tile, depth=64)
 

@@ -13,9 +13,9 @@ class PartialSums {
   using Wire = typename Traits::Wire;
   using Vectors = Eight<Wire>;
   // Vectors that are added together, and how many times as many are loaded ahead. More would not fit the registers.
-  static constexpr bool kHasRoom = Tile::kRows * Tile::kColumns <= 128 * 256 && sizeof(Vectors) == 16;
-  static constexpr int kTogether = (kHasRoom ? 64 : 32) / static_cast<int>(sizeof(Vectors));
-  static constexpr int kAhead = 2;
+  static constexpr bool kHasRoom = Tile::kRows * Tile::kColumns <= 128 * 256;
+  static constexpr int kTogether = 32 / static_cast<int>(sizeof(Vectors));
+  static constexpr int kAhead = sizeof(Vectors) == 32 ? 1 : kHasRoom ? 4 : 2;
 
  public:
   PO_FN explicit PartialSums(const Shared& shared)
