@@ -416,7 +416,7 @@ def _added_up(
     total: torch.Tensor = first.float()
     for block in others:
         total = total + block
-    total = total / parts if key.is_mean else total
+    total = total * (1 / parts) if key.is_mean else total
     for each in (bias, addend):
         total = total if each is None else total + each
     return total.to(key.dtype)

@@ -137,7 +137,7 @@ def sample_requests() -> Iterator[KernelRequest]:
         ("gemm_all_to_all", torch.bfloat16, (True, True), Tile(128, 256, 2, 1, 4)),
         ("gemm_reduce_scatter", torch.bfloat16, (True, True), Tile(128, 256, 2, 1, 4)),
         ("gemm_reduce_scatter", torch.float32, (False, False), Tile(128, 96, 2, 2, 6)),
-        ("gemm_all_reduce", torch.bfloat16, (True, True), Tile(128, 128, 2, 1, 6)),
+        ("gemm_all_reduce", torch.bfloat16, (True, True), Tile(128, 256, 2, 1, 4)),
     ):
         adds, shape = operator != "gemm_all_to_all", Shape(4096, 4096, 4096, *majors)
         key = ExchangeKey(
@@ -209,7 +209,10 @@ class ExchangePlan(Plan):
         self._batch_cycles = int(batch_bytes / _PACE_BYTES_PER_US * _CYCLES_PER_US)
         self._areas = areas
         self._template = structs["Call"](
-            columns=key.shape.columns, row_bytes=key.shape.columns * key.dtype.itemsize, product=division.product
+            columns=key.shape.columns,
+            row_bytes=key.shape.columns * key.dtype.itemsize,
+            product=division.product,
+            scale=1 / team.size,
         )
         self.place()
 

@@ -135,7 +135,8 @@ class Pe final : public driver::BasePe<Plan> {
                               static_cast<uint32_t>(Kernel::Product::kStageBytes)};
     launch_on_host<Kernel>(
         used, {product, heap + output_offset, output_offset, reinterpret_cast<const uint8_t*>(bias.data()),
-               reinterpret_cast<const uint8_t*>(residual.data()), shape.columns, shape.columns * 2, used.team.local});
+               reinterpret_cast<const uint8_t*>(residual.data()), shape.columns, shape.columns * 2, used.team.local,
+               1.0f / static_cast<float>(size)});
   }
 
   po::ProductTiles tiles_of(const Shape& shape) const {
@@ -185,7 +186,7 @@ class Pe final : public driver::BasePe<Plan> {
     for (int pe = 0; pe < size; ++pe) {
       sum += Wire::to_float(Wire::from_float(product_of(pe, row, column, launch)));
     }
-    if (kConfig.is_mean) sum /= static_cast<float>(size);
+    if (kConfig.is_mean) sum *= 1.0f / static_cast<float>(size);
     if (kConfig.bias) sum += bias_of(column);
     if (kConfig.residual) sum += residual_of(row, column);
     return Element::from_float(sum);

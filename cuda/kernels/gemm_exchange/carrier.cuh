@@ -42,8 +42,9 @@ struct Call {
   int64_t columns;          // of the output
   int64_t row_bytes;        // of the output
   const LocalState* local;  // the team's; `begin` needs it before the plan is there
+  float scale;              // of the mean: 1 / PEs
 };
-PO_DESCRIBE(Call, product, output, output_offset, bias, residual, columns, row_bytes, local)
+PO_DESCRIBE(Call, product, output, output_offset, bias, residual, columns, row_bytes, local, scale)
 
 // What the warps of a WG hand to each other.
 struct Slots {
