@@ -204,9 +204,10 @@ class ExchangePlan(Plan):
             areas.reserve(needs, lambda: self._contract)
         areas.reserve_private(_SLOTS, division.grid * description.constants["kSlots"] * block_bytes)
         self.areas = (_PARTIALS, _FLAGS, _SLOTS) if key.adds else (_SLOTS,)
-        # All carriers together store as many bytes as the links take.
+        # All carriers together store as many bytes as the links take. Links that cannot keep up set the pace.
         batch_bytes = 512 * description.constants["kBatch"] * division.grid * carriers
-        self._batch_cycles = int(batch_bytes / _PACE_BYTES_PER_US * _CYCLES_PER_US)
+        is_paced = division.product.rows.lag == key.rows.tiles(tile.rows)
+        self._batch_cycles = int(batch_bytes / _PACE_BYTES_PER_US * _CYCLES_PER_US) if is_paced else 0
         self._areas = areas
         self._template = structs["Call"](
             columns=key.shape.columns,
@@ -274,7 +275,8 @@ def _tuning(world: World, key: ExchangeKey) -> Tuning:
 def _lag(world: World, key: ExchangeKey, tuning: Tuning) -> int:
     """Return by how many tiles of rows the own part lags, the same on all PEs.
 
-    The lag is as long as the links take what is made meanwhile, and covers one tile of each work-group.
+    It lags by all tiles of a part where the links keep up with peers' tiles that are made one after the other. Else it
+    is as long as it can be while the links are busy, and covers one tile of each work-group.
     """
     backend, parts = world.backend, key.rows.parts
     if backend.name == "host":
@@ -283,7 +285,9 @@ def _lag(world: World, key: ExchangeKey, tuning: Tuning) -> int:
     of_part = key.rows.tiles(tile.rows)
     cycles = predicted_cycles(OPERATOR.prepare(world).queries, tile, key.shape, key.rows, backend.num_sms)
     assert cycles is not None
-    busy = _link_us(key) / (_BUSIEST * cycles / _CYCLES_PER_US)
+    busy = _link_us(key) / (cycles / _CYCLES_PER_US)
+    if busy <= (parts - 1) / parts:
+        return of_part
     least = math.ceil(backend.num_sms / math.ceil(key.shape.columns / tile.columns))
     return min(of_part, max(least, int(parts * of_part * (1 - busy))))
 
@@ -309,7 +313,6 @@ def _tile(world: World, key: ExchangeKey, tuning: Tuning) -> Tile:
 _CYCLES_PER_US = 1600.0
 _LINK_BYTES_PER_US = 346e3  # that a GPU sends
 _PACE_BYTES_PER_US = 360e3  # that it sends beside a product
-_BUSIEST = 0.85  # of the links' time, that peers' parts may take while they are made
 _LAUNCH_US = 4.0
 _EXCHANGE_US = 8.0  # of one launch, beside its product and its bytes: the last flags, and sums of the last tiles
 _COLLECTIVE_US = 16.0  # of NCCL's, beside its bytes

@@ -316,12 +316,10 @@ class Carrier {
     turn.advance();
   }
 
-  // Returns when the links take another batch. A carrier that is late catches up by one batch.
+  // Returns when the links take another batch.
   PO_FN void keep_pace() {
-    const auto cycles = static_cast<uint32_t>(plan_.batch_cycles);
-    await_cycles(last_batch_, cycles);
-    const uint32_t now = clock_cycles();
-    last_batch_ = now - last_batch_ < 2 * cycles ? last_batch_ + cycles : now - cycles;
+    await_cycles(last_batch_, static_cast<uint32_t>(plan_.batch_cycles));
+    last_batch_ = clock_cycles();
   }
 
   // Copies this carrier's share of some rows of a block, of which so many bytes exist.
@@ -358,7 +356,7 @@ class Carrier {
   int number_;
   // Whether others of this WG multiply meanwhile. What they load waits behind stores that the links do not take yet.
   bool is_paced_ = false;
-  uint32_t last_batch_ = 0;  // when it was due
+  uint32_t last_batch_ = 0;  // when it was stored
 };
 
 }  // namespace po::gemm_exchange
