@@ -157,9 +157,12 @@ MUTATIONS = {
     ),
     # PE 0 gives up at once, as PE 1 has another contract. PE 2 comes later, and sends to PE 0 first.
     "adds_partial_sums_that_did_not_come": Mutation(
-        (Drop("partials-missing"),),
+        (Swap("partials-left-out", "flag_load_relaxed_wg(&shared_.is_missing) != 0", "false"),),
         "--pes=3 --wgs=1 --other-pe=1 --trouble-at=1 --epochs=2 --slow-pe=2 --slow-us=50000",
         RACE,
+    ),
+    "partial_sums_that_did_not_come_are_not_missed": Mutation(
+        (Drop("partials-missing"),), f"--pes=3 {_TROUBLE}", {Exit.WRONG_OUTPUT}
     ),
     "peers_that_are_not_sent_to_are_not_met": Mutation((Drop("exchange-credits"),), _NOT_MET, {Exit.WRONG_REPORT}),
     "no_poison": Mutation((Drop("exchange-poison"),), f"--pes=3 {_TROUBLE}", {Exit.WRONG_OUTPUT}),

@@ -39,7 +39,7 @@ class PartialSums {
     } else {
       there.await(turn.round());  // @partials-there
     }
-    is_missing_ = flag_load_relaxed_wg(&shared_.is_missing) != 0;
+    is_missing_ = flag_load_relaxed_wg(&shared_.is_missing) != 0;  // @partials-left-out
     if (is_missing_ || size_ == 1) return;
     first_ = sums_of(first_peer(), tile, part, block);
     PO_UNROLL
