@@ -312,7 +312,7 @@ def _tile(world: World, key: ExchangeKey, tuning: Tuning) -> Tile:
 # Measured on H200.
 _CYCLES_PER_US = 1600.0
 _LINK_BYTES_PER_US = 346e3  # that a GPU sends
-_PACE_BYTES_PER_US = 360e3  # that it sends beside a product
+_PACE_BYTES_PER_US = 400e3  # at most, of batches that come one after the other
 _LAUNCH_US = 4.0
 _EXCHANGE_US = 8.0  # of one launch, beside its product and its bytes: the last flags, and sums of the last tiles
 _COLLECTIVE_US = 16.0  # of NCCL's, beside its bytes
