@@ -206,7 +206,7 @@ class ExchangePlan(Plan):
         self.areas = (_PARTIALS, _FLAGS, _SLOTS) if key.adds else (_SLOTS,)
         # All carriers together store as many bytes as the links take. Links that cannot keep up set the pace.
         batch_bytes = 512 * description.constants["kBatch"] * division.grid * carriers
-        is_paced = division.product.rows.lag == key.rows.tiles(tile.rows)
+        is_paced = backend.name == "cuda" and _busy(world, key, tile) <= 1
         self._batch_cycles = int(batch_bytes / _PACE_BYTES_PER_US * _CYCLES_PER_US) if is_paced else 0
         self._areas = areas
         self._template = structs["Call"](
@@ -272,24 +272,28 @@ def _tuning(world: World, key: ExchangeKey) -> Tuning:
     return Tuning(tile.rows, tile.columns, tile.sharing, tile.parts, tuning.stages, tuning.band)
 
 
+def _busy(world: World, key: ExchangeKey, tile: Tile) -> float:
+    """Return the links' time for peers' tiles, in times of that in which these are made one after the other."""
+    cycles = predicted_cycles(OPERATOR.prepare(world).queries, tile, key.shape, key.rows, world.backend.num_sms)
+    assert cycles is not None
+    parts = key.rows.parts
+    return _link_us(key) / (cycles / _CYCLES_PER_US) * parts / max(1, parts - 1)
+
+
 def _lag(world: World, key: ExchangeKey, tuning: Tuning) -> int:
     """Return by how many tiles of rows the own part lags, the same on all PEs.
 
-    It lags by all tiles of a part where the links keep up with peers' tiles that are made one after the other. Else it
-    is as long as it can be while the links are busy, and covers one tile of each work-group.
+    It lags by all tiles of a part where the links keep up with peers' tiles that are made one after the other, and where
+    own tiles need what peers send. Else it covers one tile of each work-group.
     """
-    backend, parts = world.backend, key.rows.parts
+    backend = world.backend
     if backend.name == "host":
         return max(1, key.rows.tiles(8) // 2)
     tile = Tile(tuning.rows or 0, tuning.columns or 0, tuning.sharing or 1, tuning.parts or 1, 0)
     of_part = key.rows.tiles(tile.rows)
-    cycles = predicted_cycles(OPERATOR.prepare(world).queries, tile, key.shape, key.rows, backend.num_sms)
-    assert cycles is not None
-    busy = _link_us(key) / (cycles / _CYCLES_PER_US)
-    if busy <= (parts - 1) / parts:
+    if key.adds or _busy(world, key, tile) <= 1:
         return of_part
-    least = math.ceil(backend.num_sms / math.ceil(key.shape.columns / tile.columns))
-    return min(of_part, max(least, int(parts * of_part * (1 - busy))))
+    return min(of_part, math.ceil(backend.num_sms / math.ceil(key.shape.columns / tile.columns)))
 
 
 def _link_us(key: ExchangeKey) -> float:
@@ -338,6 +342,8 @@ def choose_algorithm(world: World, key: ExchangeKey) -> Choice:
     """Return what "auto" takes, by what is the same on all PEs."""
     if world.backend.name == "host":
         return Choice("fused", "the host backend")
+    if 0 in key.shape[:3]:
+        return Choice("fused", "there is nothing to multiply")
     fused, unfused = _predicted(world, key)
     if _partial_bytes(key) > world.backend.heap_bytes // 4:
         return Choice("unfused", "partial sums would take more than a quarter of the heap", fused, unfused)

@@ -197,6 +197,7 @@ def _in_a_group(backend: str, transport: str) -> list[str]:
     return problems
 
 
+@pytest.mark.apart
 @pytest.mark.parametrize("transport", ["auto", pytest.param("staged", marks=pytest.mark.host)])
 def test_rows_travel_in_a_process_group(backend: str, transport: str) -> None:
     assert in_processes(_in_a_group, 2, backend, transport, timeout=250) == [[], []]
@@ -286,6 +287,12 @@ def test_what_is_not_fused(operator: str) -> None:
     large = choose_algorithm(_h200(60 << 20), _key(operator, 8, 1024, 7168, 8192))
     is_room = operator == ALL_TO_ALL
     assert large.algorithm == ("fused" if is_room else "unfused") and ("quarter of the heap" in large.reason) != is_room
+
+
+@each_operator
+@pytest.mark.parametrize("shape", [(0, 8, 16), (16, 0, 8), (16, 8, 0)])
+def test_nothing_to_multiply_is_fused(operator: str, shape: tuple[int, int, int]) -> None:
+    assert choose_algorithm(_h200(), _key(operator, 2, *shape)).algorithm == "fused"
 
 
 def test_what_travels_takes_time() -> None:

@@ -45,7 +45,7 @@ def _other(*told: str, **changes: Any) -> Mismatch:
 
 
 def _tuned() -> torch.Tensor:
-    before = OPERATOR.tune(current(), Tuning(sharing=2))
+    before = OPERATOR.tune(current(), Tuning(columns=80, sharing=2))
     try:
         return _call(_OTHER)
     finally:
