@@ -283,8 +283,8 @@ def _busy(world: World, key: ExchangeKey, tile: Tile) -> float:
 def _lag(world: World, key: ExchangeKey, tuning: Tuning) -> int:
     """Return by how many tiles of rows the own part lags, the same on all PEs.
 
-    It lags by all tiles of a part where the links keep up with peers' tiles that are made one after the other, and where
-    own tiles need what peers send. Else it covers one tile of each work-group.
+    It lags by all tiles of a part where the links keep up with peers' tiles that are made one after the other, and
+    where own tiles need what peers send. Else it covers one tile of each work-group.
     """
     backend = world.backend
     if backend.name == "host":
