@@ -82,14 +82,14 @@ def gemm_reduce_scatter(
     """Multiply two matrices, add up the products of all PEs, and leave each PE its rows of the sum, in one kernel.
 
     ``round(p_0 + p_1 + ... + p_{P-1} + bias + residual)``, where p_r is PE r's ``a @ b``, rounded to `wire_dtype`. Sums
-    are added in fp32 in rank order and rounded once, by the PE that gets the row. Repeated calls, both algorithms, and
-    any number of SMs give the same bits, unless the tile of the shape is divided differently (split-K).
+    are added in fp32 in rank order and rounded once, by the PE that gets the row. Repeated calls give the same bits.
+    "unfused" gives the bits of "fused" where its product is added up in the same order, as on the host.
 
     Args:
         a: `[..., K]`, two or more dimensions, float16 or bfloat16; the same shape on every PE. Rows that do not begin
             at multiples of 16 bytes are copied first.
         b: `[K, N]`, dtype of a; each PE has its own. `weight.t()` of an `nn.Linear` costs no copy.
-        op: "sum", or "mean" for the sum divided by the number of PEs.
+        op: "sum", or "mean" for the sum times 1 / P, in fp32.
         scatter_dim: 0 or 1, a dimension of a's rows. PE r gets the r-th of equal parts of it; its size must be a
             multiple of the number of PEs.
         bias: `[N]`, dtype of a; added once. Each PE uses its own for its rows.
