@@ -329,3 +329,51 @@ def test_a_training_with_room_has_the_losses_of_one_in_order(backend: str, is_ca
     for one, other in zip(ordered, beside, strict=True):
         assert other["num_replays"] == (12 if is_captured else 0)
         assert len(set(other["losses"])) == 25 and other["losses"] == pytest.approx(one["losses"], rel=1e-4)
+
+
+def _multiply_beside(backend: str, has_room: bool) -> list[bool]:
+    """Multiply and exchange on one stream, add up with NCCL on another; return for each step whether both are right.
+
+    With room, PE 0's collective comes late, and PE 1's product. Without, the streams are put in one order.
+    """
+    os.environ.update(NCCL_NVLS_ENABLE="0", CUDA_DEVICE_MAX_CONNECTIONS="32")
+    init_with_impatient_kernels(backend, TIMEOUT_S, 256 << 20)
+    try:
+        device, rank, are_right = po.device(), po.rank(), []
+        with po.process_group(timeout=120, max_ctas=NUM_SMS if has_room else None):
+            a = torch.full((1024, 512), float(rank + 1), dtype=torch.bfloat16, device=device)
+            b = torch.ones(512, 2048, dtype=torch.bfloat16, device=device)
+            ones = torch.ones(LARGE, device=device)
+            dist.all_reduce(ones.clone())
+            if has_room:
+                po.nn.leave_room(dist.group.WORLD, num_sms=NUM_SMS)
+            po.gemm_reduce_scatter(a, b, algorithm="fused")
+            of_product, of_collective = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            for step in range(FORCED_STEPS):
+                torch.cuda.synchronize()
+                po.barrier()
+                if has_room:
+                    with torch.cuda.stream(of_product if rank else of_collective):
+                        torch.cuda._sleep(LATE_CYCLES)
+                with torch.cuda.stream(of_product):
+                    result = po.gemm_reduce_scatter(a, b, algorithm="fused")
+                if not has_room:
+                    of_collective.wait_stream(of_product)
+                with torch.cuda.stream(of_collective):
+                    total = ones * (step + 1)
+                    dist.all_reduce(total)
+                torch.cuda.synchronize()
+                po.check()
+                are_right.append(bool((result == 3 * 512).all() and (total == 2 * (step + 1)).all()))
+        return are_right
+    finally:
+        po.finalize()
+
+
+@pytest.mark.gpu
+@pytest.mark.apart
+@pytest.mark.parametrize("has_room", [False, True], ids=["serial", "room"])
+def test_products_that_are_exchanged(backend: str, has_room: bool) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    assert in_processes(_multiply_beside, 2, backend, has_room, timeout=250) == [[True] * FORCED_STEPS] * 2
