@@ -88,8 +88,26 @@ _ONE_ROW = "--pes=3 --rows=1 --columns=8 --wgs=1"
 _NOT_MET = f"{_ONE_ROW} --other-pe=2 --trouble-at=1 --epochs=2 --slow-pe=2 --slow-us=20000"
 
 
+# Builds whose kernels differ most have all cases, the others these.
+_WITH_ALL_CASES = ("reduce_scatter", "reduce_scatter_parts", "all_reduce_sharing")
+_CASES_OF_OTHERS = (
+    "three_threads",
+    "one_thread",
+    "three_pes",
+    "tiles_of_no_pe",
+    "late_pe",
+    "the_own_part_does_not_lag",
+    "a_peer_s_tile_behind_an_own_one",
+    "shapes_in_turn_late",
+    "behind_an_aborted_launch",
+    "another_contract",
+)
+
+
 def _cases_of(build: str) -> dict[str, str]:
     cases = dict(_CASES_OF_PARTS if build.endswith("parts") else _cases(2 if build.endswith("sharing") else 1))
+    if build not in _WITH_ALL_CASES:
+        cases = {name: arguments for name, arguments in cases.items() if name in _CASES_OF_OTHERS}
     if build == "reduce_scatter":
         cases["segments"] = "--pes=2 --segments=3"
         cases["a_peer_that_is_not_sent_to"] = _NOT_MET
