@@ -46,14 +46,14 @@ struct ProductRows {
   struct Place {
     int part;
     int number;       // among the part's tiles
-    int row;          // the first one, in the product
+    int row;          // the first one, in the product; behind it where none exists, so that none is stored
     int row_of_part;  // the same, in its part
     int count;        // of those that exist; 0 or less: none
   };
 
   PO_FN Place place_of(int tile, int tile_rows) const {
     const int of_part = segments * segment_tiles, others = parts - 1, before = lag * others;
-    if (tile >= parts * of_part) return {0, 0, 0, 0, 0};
+    if (tile >= parts * of_part) return {0, 0, count, 0, 0};
     int hops, number;
     if (tile < before) {
       hops = tile % others;
@@ -67,7 +67,7 @@ struct ProductRows {
     const int segment = number / segment_tiles, first = number % segment_tiles * tile_rows;
     const int row = (segment * parts + part) * segment_rows + first;
     const int rest = min_of(min_of(tile_rows, segment_rows - first), count - row);
-    return {part, number, rest > 0 ? row : 0, segment * segment_rows + first, rest};
+    return {part, number, row, segment * segment_rows + first, rest};
   }
 };
 PO_DESCRIBE(ProductRows, count, parts, first_part, segments, segment_rows, segment_tiles, lag)
