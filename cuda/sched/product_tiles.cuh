@@ -53,7 +53,7 @@ struct ProductRows {
 
   PO_FN Place place_of(int tile, int tile_rows) const {
     const int of_part = segments * segment_tiles, others = parts - 1, before = lag * others;
-    if (tile >= parts * of_part) return {0, 0, count, 0, 0};
+    if (tile >= parts * of_part) return {0, 0, ceil_div(count, tile_rows) * tile_rows, 0, 0};
     int hops, number;
     if (tile < before) {
       hops = tile % others;
