@@ -1,7 +1,7 @@
 // GEMM and an exchange of its result between the PEs, in one launch: all-to-all, reduce-scatter or all-reduce.
 //
 // The rows of the product a @ b are in parts, one for each PE. A WG makes tiles of the peers' parts first, then tiles of
-// its own PE's part. Warps that multiply never wait for a peer. Other warps, the carriers, send what these have staged in
+// its own PE's part, unless the links cannot keep up (`ProductRows::lag`). Warps that multiply never wait for a peer. Other warps, the carriers, send what these have staged in
 // this PE's memory, and await what peers send:
 //
 //   warps that multiply          carriers                        peer
