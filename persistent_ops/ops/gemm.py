@@ -32,7 +32,15 @@ from .product import (
     launch_shape,
 )
 
-__all__ = ["OPERATOR", "gemm", "kernel_request", "multiply", "sample_requests"]
+__all__ = [
+    "OPERATOR",
+    "gemm",
+    "gradients_of_factors",
+    "kernel_request",
+    "multiply",
+    "sample_requests",
+    "save_factors",
+]
 
 _log = logging.getLogger("persistent_ops")
 _MOST = 1 << 31
@@ -201,25 +209,35 @@ def _fake(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torc
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
+def save_factors(context: Any, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Keep what `gradients_of_factors` needs; a has two or more dimensions."""
+    context.a_shape, context.is_b_transposed = a.shape, b.stride(0) == 1 and b.shape[1] > 1
+    context.save_for_backward(a if context.needs_input_grad[1] else None, b if context.needs_input_grad[0] else None)
+
+
+def gradients_of_factors(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of a and b from that of their product, `[M, N]`."""
+    a, b = context.saved_tensors
+    of_a = of_b = None
+    if context.needs_input_grad[0]:
+        of_a = gemm(gradient, b.t()).view(context.a_shape)
+    if context.needs_input_grad[1]:
+        a = a.flatten(0, -2)
+        # In the memory layout of b: that of a weight in nn.Linear is the transposed one.
+        of_b = gemm(gradient.t(), a).t() if context.is_b_transposed else gemm(a.t(), gradient)
+    return of_a, of_b
+
+
 def _setup_context(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, _ = inputs
-    context.is_b_transposed = b.stride(0) == 1 and b.shape[1] > 1
-    context.save_for_backward(a if context.needs_input_grad[1] else None, b if context.needs_input_grad[0] else None)
+    save_factors(context, a, b)
 
 
 def _backward(
     context: Any, gradient: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    a, b = context.saved_tensors
-    of_a = of_b = of_bias = None
-    if context.needs_input_grad[0]:
-        of_a = gemm(gradient, b.t())
-    if context.needs_input_grad[1]:
-        # In the memory layout of b: that of a weight in nn.Linear is the transposed one.
-        of_b = gemm(gradient.t(), a).t() if context.is_b_transposed else gemm(a.t(), gradient)
-    if context.needs_input_grad[2]:
-        of_bias = gradient.sum(0)
-    return of_a, of_b, of_bias
+    of_bias = gradient.sum(0) if context.needs_input_grad[2] else None
+    return *gradients_of_factors(context, gradient), of_bias
 
 
 _operator = TorchOperator(

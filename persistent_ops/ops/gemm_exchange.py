@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ..runtime.overlap import check_apart
 from ..runtime.tensor_specs import TensorSpec, TensorSpecs
 from ..runtime.torch_library import TorchOperator
 from ..runtime.world import World
-from .gemm import gemm, multiply
+from .gemm import gradients_of_factors, multiply, save_factors
 from .gemm_exchange_plan import OPERATOR, Choice, ExchangeKey, ExchangePlan, choose_algorithm
 from .product import DTYPES, Rows, Shape, has_tensor_cores, is_row_major
 from .row_exchange import all_gather_rows, all_to_all_rows
@@ -432,17 +433,22 @@ def _with_rows(matrix: torch.Tensor, rows: int) -> torch.Tensor:
 # ---- torch operators -----------------------------------------------------------------------------------------------
 
 
-def _request_all_to_all(algorithm: str) -> _Request:
-    return _Request("gemm_all_to_all", "sum", 0, None, algorithm)
+class _Asked(NamedTuple):
+    """The arguments of a torch operator: a request, the number of PEs that the result's shape depends on, tensors."""
+
+    request: _Request
+    size: int
+    tensors: tuple[torch.Tensor, torch.Tensor, _Optional, _Optional, _Optional]  # a, b, bias, residual, out
 
 
-def _run_all_to_all(
+def _asked_all_to_all(
     a: torch.Tensor, b: torch.Tensor, algorithm: str, world_size: int, out: _Optional = None
-) -> torch.Tensor:
-    return _run(_request_all_to_all(algorithm), a, b, None, None, out)
+) -> _Asked:
+    request = _Request("gemm_all_to_all", "sum", 0, None, algorithm)
+    return _Asked(request, world_size, (a, b, None, None, out))
 
 
-def _run_reduce_scatter(
+def _asked_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: _Optional,
@@ -453,12 +459,12 @@ def _run_reduce_scatter(
     algorithm: str,
     world_size: int,
     out: _Optional = None,
-) -> torch.Tensor:
+) -> _Asked:
     request = _Request("gemm_reduce_scatter", op, scatter_dim, wire_dtype, algorithm)
-    return _run(request, a, b, bias, residual, out)
+    return _Asked(request, world_size, (a, b, bias, residual, out))
 
 
-def _run_all_reduce(
+def _asked_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
     bias: _Optional,
@@ -466,139 +472,106 @@ def _run_all_reduce(
     wire_dtype: torch.dtype | None,
     algorithm: str,
     out: _Optional = None,
-) -> torch.Tensor:
-    return _run(_Request("gemm_all_reduce", "sum", 0, wire_dtype, algorithm), a, b, bias, residual, out)
+) -> _Asked:
+    return _Asked(_Request("gemm_all_reduce", "sum", 0, wire_dtype, algorithm), 1, (a, b, bias, residual, out))
 
 
-def _fake_all_to_all(
-    a: torch.Tensor, b: torch.Tensor, algorithm: str, world_size: int, out: _Optional = None
-) -> torch.Tensor:
-    shape, _, _ = _check(_request_all_to_all(algorithm), None, world_size, a, b, None, None, out)
-    return a.new_empty(shape)
-
-
-def _fake_reduce_scatter(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: _Optional,
-    residual: _Optional,
-    op: str,
-    scatter_dim: int,
-    wire_dtype: torch.dtype | None,
-    algorithm: str,
-    world_size: int,
-    out: _Optional = None,
-) -> torch.Tensor:
-    request = _Request("gemm_reduce_scatter", op, scatter_dim, wire_dtype, algorithm)
-    shape, _, _ = _check(request, None, world_size, a, b, bias, residual, out)
-    return a.new_empty(shape)
-
-
-def _fake_all_reduce(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: _Optional,
-    residual: _Optional,
-    wire_dtype: torch.dtype | None,
-    algorithm: str,
-    out: _Optional = None,
-) -> torch.Tensor:
-    request = _Request("gemm_all_reduce", "sum", 0, wire_dtype, algorithm)
-    shape, _, _ = _check(request, None, 1, a, b, bias, residual, out)
-    return a.new_empty(shape)
-
-
-def _save(context: Any, a: torch.Tensor, b: torch.Tensor) -> None:
-    context.is_b_transposed = b.stride(0) == 1 and b.shape[1] > 1
-    context.save_for_backward(a if context.needs_input_grad[1] else None, b if context.needs_input_grad[0] else None)
-
-
-def _of_factors(context: Any, gradient: torch.Tensor, shape: torch.Size) -> tuple[_Optional, _Optional]:
-    """Return the gradients of a, whose shape is given, and b, from that of their product, `[M, N]`."""
-    a, b = context.saved_tensors
-    of_a = of_b = None
-    if context.needs_input_grad[0]:
-        of_a = gemm(gradient, b.t()).view(shape)
-    if context.needs_input_grad[1]:
-        a = a.flatten(0, -2)
-        # In the memory layout of b: that of a weight in nn.Linear is the transposed one.
-        of_b = gemm(gradient.t(), a).t() if context.is_b_transposed else gemm(a.t(), gradient)
-    return of_a, of_b
+def _fake(asked: _Asked) -> torch.Tensor:
+    shape, _, _ = _check(asked.request, None, asked.size, *asked.tensors)
+    return asked.tensors[0].new_empty(shape)
 
 
 def _set_up_all_to_all(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, _, _ = inputs
-    context.shape = a.shape
-    _save(context, a, b)
+    save_factors(context, a, b)
 
 
 def _backward_all_to_all(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     rows = all_to_all_rows(gradient.flatten(0, -2).contiguous())
-    return *_of_factors(context, rows, context.shape), None, None
+    return *gradients_of_factors(context, rows), None, None
 
 
 def _set_up_reduce_scatter(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, _, _, op, scatter_dim, _, _, world_size = inputs
-    context.shape, context.scatter_dim, context.size = a.shape, scatter_dim, world_size
+    context.outer = math.prod(a.shape[:scatter_dim])
+    context.size = world_size
     context.divisor = world_size if op == "mean" else 1
-    _save(context, a, b)
+    save_factors(context, a, b)
 
 
 def _backward_reduce_scatter(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    columns, dim, size = gradient.shape[-1], context.scatter_dim, context.size
+    columns, size = gradient.shape[-1], context.size
     of_bias = gradient.flatten(0, -2).sum(0) if context.needs_input_grad[2] else None
     of_residual = gradient if context.needs_input_grad[3] else None
     of_a = of_b = None
     if context.needs_input_grad[0] or context.needs_input_grad[1]:
         of_product = gradient if context.divisor == 1 else gradient / context.divisor
         gathered = all_gather_rows(of_product.flatten(0, -2).contiguous(), size)
-        outer = math.prod(context.shape[:dim])
-        rows = gathered.view(size, outer, -1, columns).transpose(0, 1).reshape(-1, columns)
-        of_a, of_b = _of_factors(context, rows, context.shape)
+        rows = gathered.view(size, context.outer, -1, columns).transpose(0, 1).reshape(-1, columns)
+        of_a, of_b = gradients_of_factors(context, rows)
     return of_a, of_b, of_bias, of_residual, None, None, None, None, None
 
 
 def _set_up_all_reduce(context: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     a, b, *_ = inputs
-    context.shape = a.shape
-    _save(context, a, b)
+    save_factors(context, a, b)
 
 
 def _backward_all_reduce(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     rows = gradient.flatten(0, -2)
     of_bias = rows.sum(0) if context.needs_input_grad[2] else None
     of_residual = gradient if context.needs_input_grad[3] else None
-    return *_of_factors(context, rows, context.shape), of_bias, of_residual, None, None
+    return *gradients_of_factors(context, rows), of_bias, of_residual, None, None
+
+
+def _operator(
+    name: str,
+    arguments: str,
+    asked: Callable[..., _Asked],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+    *,
+    result_in_heap: bool,
+) -> TorchOperator:
+    def run(*args: Any, **keywords: Any) -> torch.Tensor:
+        request, _, tensors = asked(*args, **keywords)
+        return _run(request, *tensors)
+
+    return TorchOperator(
+        name,
+        arguments,
+        run,
+        fake=lambda *args, **keywords: _fake(asked(*args, **keywords)),
+        outputs=("out",),
+        setup_context=setup_context,
+        backward=backward,
+        result_in_heap=result_in_heap,
+    )
 
 
 _PUBLIC: dict[str, Any] = {each.__name__: each for each in (gemm_all_to_all, gemm_reduce_scatter, gemm_all_reduce)}
-_all_to_all = TorchOperator(
+_all_to_all = _operator(
     "gemm_all_to_all",
     "Tensor a, Tensor b, str algorithm, int world_size",  # compilers keep graphs by arguments: a shape depends on it
-    _run_all_to_all,
-    fake=_fake_all_to_all,
-    outputs=("out",),
-    setup_context=_set_up_all_to_all,
-    backward=_backward_all_to_all,
+    _asked_all_to_all,
+    _set_up_all_to_all,
+    _backward_all_to_all,
     result_in_heap=True,
 )
-_reduce_scatter = TorchOperator(
+_reduce_scatter = _operator(
     "gemm_reduce_scatter",
     "Tensor a, Tensor b, Tensor? bias, Tensor? residual, str op, int scatter_dim, ScalarType? wire_dtype, "
     "str algorithm, int world_size",
-    _run_reduce_scatter,
-    fake=_fake_reduce_scatter,
-    outputs=("out",),
-    setup_context=_set_up_reduce_scatter,
-    backward=_backward_reduce_scatter,
+    _asked_reduce_scatter,
+    _set_up_reduce_scatter,
+    _backward_reduce_scatter,
+    result_in_heap=False,
 )
-_all_reduce = TorchOperator(
+_all_reduce = _operator(
     "gemm_all_reduce",
     "Tensor a, Tensor b, Tensor? bias, Tensor? residual, ScalarType? wire_dtype, str algorithm",
-    _run_all_reduce,
-    fake=_fake_all_reduce,
-    outputs=("out",),
-    setup_context=_set_up_all_reduce,
-    backward=_backward_all_reduce,
+    _asked_all_reduce,
+    _set_up_all_reduce,
+    _backward_all_reduce,
     result_in_heap=True,
 )
