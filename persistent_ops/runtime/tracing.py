@@ -10,9 +10,9 @@ from .backend import Backend, Kernel
 from .compile.description import COMM, describe
 from .contract import kind_of, team_of
 
-__all__ = ["Launch", "Span", "Tasks", "Tracer"]
+__all__ = ["HEADER", "Launch", "Span", "Tasks", "Tracer"]
 
-_HEADER = "platform/trace.cuh"
+HEADER = "platform/trace.cuh"
 
 
 class Span(NamedTuple):
@@ -81,7 +81,7 @@ class Tracer:
     """
 
     def __init__(self, backend: Backend, nbytes: int) -> None:
-        description = describe(_HEADER)
+        description = describe(HEADER)
         self._constants = description.constants
         self._phase_mask = (1 << describe(COMM).constants["kCodeBits"]) - 1
         self._block: type[ctypes.Structure] = description.structs["TraceBlock"]
