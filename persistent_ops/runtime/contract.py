@@ -89,9 +89,9 @@ class LaunchKind:
     Attributes:
         name: of the operator, its kernel, and the namespace and the file of that.
         fields: of its contract after the team, in order; a name alone stands for a number.
-        phases: by the kernel's constant, what a wait is for, as "PE 0 waited for PE 1: ..." continues; "{index}" is
-            what the wait counts.
-        input_errors: by the kernel's enumerator, what makes an exception of an InputErrorRecord.
+        phases: by the kernel's constant, or its value, what a wait is for, as "PE 0 waited for PE 1: ..." continues;
+            "{index}" is what the wait counts.
+        input_errors: by the kernel's enumerator, or its value, what makes an exception of an InputErrorRecord.
         has_kernel: False for what PEs only meet under (`World.meet`), which launches the barrier's.
         call: name of the contract's last word, which each launch sets (`CallNumbers`); "": no launch sets it.
         known_as: what a user knows it as, where the name does not say so.
@@ -100,8 +100,8 @@ class LaunchKind:
 
     name: str
     fields: Sequence[Field | str]
-    phases: Mapping[str, str] = with_default(default_factory=dict)
-    input_errors: Mapping[str, Callable[[Any], Exception]] = with_default(default_factory=dict)
+    phases: Mapping[str | int, str] = with_default(default_factory=dict)
+    input_errors: Mapping[str | int, Callable[[Any], Exception]] = with_default(default_factory=dict)
     has_kernel: bool = True
     call: str = ""
     known_as: str = ""
@@ -128,7 +128,7 @@ class LaunchKind:
     def _texts(self) -> dict[int, str]:
         constants = self.description.constants
         mask = (1 << constants["kCodeBits"]) - 1
-        own = {constants[name] & mask: text for name, text in self.phases.items()}
+        own = {_value(constants, name) & mask: text for name, text in self.phases.items()}
         return {constants["kPhaseCredit"] & mask: _CREDIT} | own
 
     def waited_for(self, phase: int, index: int) -> str:
@@ -138,7 +138,12 @@ class LaunchKind:
     def input_error(self, record: ctypes.Structure) -> Exception:
         """Return the exception for bad input."""
         constants = self.description.constants
-        return next(make for name, make in self.input_errors.items() if constants[name] == record.kind)(record)
+        makers = {_value(constants, name): make for name, make in self.input_errors.items()}
+        return makers[record.kind](record)
+
+
+def _value(constants: Mapping[str, int], name: str | int) -> int:
+    return constants[name] if isinstance(name, str) else name
 
 
 def _show_team(word: int) -> str:

@@ -15,7 +15,7 @@ from cuda.bindings import driver
 from cuda.core import Device, ObjectCode
 
 from . import nvshmem_end
-from .backend import KernelRequest, Peeked, in_node
+from .backend import KernelRequest, LaunchShape, Peeked, in_node
 from .bootstrap import launchers
 from .bootstrap.connection import Bootstrap
 from .bootstrap.route import meeting_interface
@@ -43,13 +43,23 @@ _own_choice: int | None = None  # the current device, where it was set here
 
 
 class _GpuKernel:
-    def __init__(self, backend: GpuBackend, code: Any, kernel: Any, request: KernelRequest) -> None:
+    def __init__(self, backend: GpuBackend, code: Any, name: str, shape: LaunchShape) -> None:
         self._backend = backend
         self._code = code  # keeps the module loaded
-        self._kernel = kernel
-        self._request, self._shape = request, request.shape
+        self._name, self._shape = name, shape
+        self._kernel = kernel = code.get_kernel(name)
+        if shape.arena_bytes:
+            _check_driver(
+                driver.cuKernelSetAttribute(
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    shape.arena_bytes,
+                    driver.CUkernel(int(kernel.handle)),
+                    driver.CUdevice(backend.device.index),
+                ),
+                f"{shape.arena_bytes} bytes of shared memory for {name}",
+            )
         outcome = driver.cuKernelGetFunction(driver.CUkernel(int(kernel.handle)))
-        _check_driver(outcome, request.name)
+        _check_driver(outcome, name)
         self._function = outcome[1]
         self._configs: dict[tuple[int, int, bool, bool, bool], driver.CUlaunchConfig] = {}
         self.admitted_grid = 0
@@ -57,6 +67,7 @@ class _GpuKernel:
         self._plan = ctypes.c_uint64()
         self._parameters = (ctypes.c_void_p * 3)(ctypes.addressof(self._plan), 0, 0)  # the last: of one that traces
         self._parameters_address = ctypes.addressof(self._parameters)
+        self.footprint()  # loads the code now: a lazy load would wait for a kernel that spins
 
     def resident_work_groups(self) -> int:
         backend, cluster = self._backend, self._shape.cluster
@@ -64,12 +75,12 @@ class _GpuKernel:
             return (min(self._occupancy(), 1) if backend.leaves_room else self._occupancy()) * backend.num_sms
         if backend.leaves_room:
             raise ValueError(
-                f"{self._request.name}: its WGs come in clusters of {cluster}, and a cluster may find no room beside "
+                f"{self._name}: its WGs come in clusters of {cluster}, and a cluster may find no room beside "
                 "other libraries' collectives: it cannot be called after po.nn.leave_room()"
             )
         config = self._make_config(cluster, 0, is_beside=True, leaves_room=False, begins_early=False)
         outcome = driver.cuOccupancyMaxActiveClusters(self._function, config)
-        _check_driver(outcome, f"clusters of {self._request.name}")
+        _check_driver(outcome, f"clusters of {self._name}")
         return int(outcome[1]) * cluster
 
     def _occupancy(self) -> int:
@@ -82,7 +93,7 @@ class _GpuKernel:
         values = []
         for attribute in wanted:
             outcome = driver.cuFuncGetAttribute(attribute, self._function)
-            _check_driver(outcome, f"resources of {self._request.name}")
+            _check_driver(outcome, f"resources of {self._name}")
             values.append(int(outcome[1]))
         registers, shared_bytes = values
         return Footprint(
@@ -109,11 +120,15 @@ class _GpuKernel:
                 leaves_room=backend.leaves_room,
                 begins_early=begins_early,
             )
-        self._plan.value = plan
-        self._parameters[1] = ctypes.addressof(call)
+        self._pass(plan, call)
         outcome = driver.cuLaunchKernelEx(config, self._function, self._parameters_address, 0)[0]
         if outcome != _SUCCESS:
-            raise RuntimeError(f"{self._request.name}: the CUDA driver did not launch it: {outcome.name}")
+            raise RuntimeError(f"{self._name}: the CUDA driver did not launch it: {outcome.name}")
+
+    def _pass(self, plan: int, call: ctypes.Structure) -> None:
+        """Let the parameters of a launch point to a plan's address and to a call."""
+        self._plan.value = plan
+        self._parameters[1] = ctypes.addressof(call)
 
     def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
         self._sink, self._memory = sink, memory
@@ -151,6 +166,26 @@ class _GpuKernel:
         config.attrs = attributes
         config.numAttrs = len(attributes)
         return config
+
+
+class _KernelOfFields(_GpuKernel):
+    """A kernel whose parameters are the fields of a call."""
+
+    def __init__(
+        self, backend: GpuBackend, code: Any, name: str, shape: LaunchShape, call: type[ctypes.Structure]
+    ) -> None:
+        super().__init__(backend, code, name, shape)
+        self._call = call()
+        address = ctypes.addressof(self._call)
+        fields = [address + getattr(call, field[0]).offset for field in call._fields_]
+        self._parameters = (ctypes.c_void_p * max(len(fields), 1))(*fields)
+        self._parameters_address = ctypes.addressof(self._parameters)
+
+    def _pass(self, plan: int, call: ctypes.Structure) -> None:
+        ctypes.pointer(self._call)[0] = call
+
+    def trace_into(self, sink: ctypes.Structure, memory: object) -> None:
+        self._sink, self._memory = sink, memory  # the plan says where it is
 
 
 class _DeviceMemory:
@@ -324,24 +359,22 @@ class GpuBackend:
         arch = architecture(*torch.cuda.get_device_capability(self.device)) + shape.architecture_suffix
         binary = compile_cuda(request.source(), arch=arch, nvshmem=links_nvshmem)
         code = ObjectCode.from_cubin(str(binary.path))
-        kernel = code.get_kernel(request.name)
         if links_nvshmem:
             # nvshmem.core.library_init passes an object that cuda.core >= 1.2 no longer converts.
             self._bindings.culibrary_init(int(code.handle))
             self._libraries.append(code)
-        if shape.arena_bytes:
-            _check_driver(
-                driver.cuKernelSetAttribute(
-                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    shape.arena_bytes,
-                    driver.CUkernel(int(kernel.handle)),
-                    driver.CUdevice(self.device.index),
-                ),
-                f"{shape.arena_bytes} bytes of shared memory for {request.name}",
-            )
-        loaded = _GpuKernel(self, code, kernel, request)
-        loaded.footprint()  # loads the code now: a lazy load would wait for a kernel that spins
-        return loaded
+        return _GpuKernel(self, code, request.name, shape)
+
+    def load_cubin(self, cubin: bytes, name: str, shape: LaunchShape, call: type[ctypes.Structure]) -> _GpuKernel:
+        """Load a kernel that another compiler has made.
+
+        Args:
+            cubin: the code.
+            name: symbol in it.
+            shape: of its launches.
+            call: of its launches; each field is a parameter of the kernel.
+        """
+        return _KernelOfFields(self, ObjectCode.from_cubin(cubin), name, shape, call)
 
     def use_in_this_thread(self) -> None:
         torch.cuda.set_device(self.device)

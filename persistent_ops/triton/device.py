@@ -48,7 +48,10 @@ _ABORT, _ERROR_CLAIMED = _at("LocalState", "abort"), _at("LocalState", "error_cl
 _INPUT_CLAIMED = _at("LocalState", "input_error_claimed")
 _GRANT_BYTES, _GRANT_FLAG, _GRANT_OUTPUT = size_of("Grant"), _at("Grant", "flag"), _at("Grant", "output_offset")
 _GRANT_CONTRACT, _WORDS = _at("Grant", "contract"), constant("kContractWords")
-_SHIFT, _BLAME_SHIFT, _CODE_BITS = constant("kEpochShift"), constant("kBlameKindShift"), constant("kCodeBits")
+_SHIFT, _BLAME_SHIFT = constant("kEpochShift"), constant("kBlameKindShift")
+_LOW_BITS, _PE_BITS, _CODE = (
+    tl.constexpr((1 << constant(name).value) - 1) for name in ("kEpochShift", "kBlameKindShift", "kCodeBits")
+)
 _TIMED_OUT, _MISMATCH = constant("kTimeout"), constant("kContractMismatch")
 _PEER_LOST, _REPORTED = constant("kPeerLost"), constant("kReportedByPeer")
 _SAID_LOST, _SAID_PREPARING, _CREDIT = constant("kLost"), constant("kPreparing"), constant("kPhaseCredit")
@@ -93,15 +96,15 @@ def _words(address):
 
 
 @triton.jit
-def _field(l, offset: tl.constexpr):
+def _field(launch, offset: tl.constexpr):
     """Load a word of the Team, which does not change during a launch."""
-    return tl.load(_words(l.team.to(tl.int64) + offset))
+    return tl.load(_words(launch.team.to(tl.int64) + offset))
 
 
 @triton.jit
-def _local(l, offset: tl.constexpr):
+def _local(launch, offset: tl.constexpr):
     """Return the address of a word of the LocalState."""
-    return _field(l, _LOCAL) + offset
+    return _field(launch, _LOCAL) + offset
 
 
 @triton.jit
@@ -145,7 +148,7 @@ def _clock():
         threads: tl.constexpr = tl.extra.cuda.num_threads()
         times = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer; // $1",
-            "=l,r",
+            "=launch,r",
             [tl.arange(0, threads)],
             dtype=tl.int64,
             is_pure=False,
@@ -164,50 +167,58 @@ def _ticks():
 
 
 @triton.jit
-def _flag(l, low_bits):
-    return (l.epoch << _SHIFT) | low_bits
+def _flag(launch, low_bits):
+    return (launch.epoch << _SHIFT) | low_bits
 
 
 @triton.jit
-def _heap_of(l, pe):
+def _heap_of(launch, pe):
     """Return the address of a PE's heap."""
-    return tl.load(_words(_field(l, _PEER_HEAPS)) + pe)
+    return tl.load(_words(_field(launch, _PEER_HEAPS)) + pe)
 
 
 @triton.jit
-def _grant(l, owner, receiver):
+def _grant(launch, owner, receiver):
     """Return the address of the Grant that `receiver` writes into the heap of `owner`."""
-    return _heap_of(l, owner) + _field(l, _GRANTS) + receiver.to(tl.int64) * _GRANT_BYTES
+    return _heap_of(launch, owner) + _field(launch, _GRANTS) + receiver.to(tl.int64) * _GRANT_BYTES
 
 
 @triton.jit
-def _ready_word(l, receiver, sender, index):
-    row = sender.to(tl.int64) * _field(l, _READY_STRIDE) + index
-    return _heap_of(l, receiver) + _field(l, _READY) + row * 8
+def _ready_word(launch, receiver, sender, index):
+    row = sender.to(tl.int64) * _field(launch, _READY_STRIDE) + index
+    return _heap_of(launch, receiver) + _field(launch, _READY) + row * 8
 
 
 @triton.jit
-def _abort_word(l, owner, accuser):
-    return _heap_of(l, owner) + _field(l, _ABORTS) + accuser.to(tl.int64) * 8
+def _abort_word(launch, owner, accuser):
+    return _heap_of(launch, owner) + _field(launch, _ABORTS) + accuser.to(tl.int64) * 8
 
 
 @triton.jit
-def _host_says(l, pe):
-    return _look(_field(l, _HOST_SAYS) + pe.to(tl.int64) * 8)
+def _host_says(launch, pe):
+    return _look(_field(launch, _HOST_SAYS) + pe.to(tl.int64) * 8)
 
 
 @triton.jit
-def is_aborted(l):
+def is_aborted(launch):
     """Return whether this PE has given up the launch: whoever waited has left, and the output will be NaN."""
-    return _look(_local(l, _ABORT)) != 0
+    return _look(_local(launch, _ABORT)) != 0
 
 
 # ---- timelines: cuda/platform/trace.cuh -----------------------------------------------------------------------------
 
 _SINK = size_of("Team")  # behind it
-_SINK_BLOCKS, _SINK_NUM, _SINK_USED = _at("TraceSink", "blocks"), _at("TraceSink", "num_blocks"), _at("TraceSink", "used")
+_SINK_BLOCKS, _SINK_NUM, _SINK_USED = (
+    _at("TraceSink", "blocks"),
+    _at("TraceSink", "num_blocks"),
+    _at("TraceSink", "used"),
+)
 _BLOCK_BYTES, _TOTALS, _SPANS = size_of("TraceBlock"), _at("TraceBlock", "totals"), _at("TraceBlock", "spans")
-_BLOCK_ID, _BLOCK_TEAM, _BLOCK_EPOCH = _at("TraceBlock", "operator_id"), _at("TraceBlock", "team"), _at("TraceBlock", "epoch")
+_BLOCK_ID, _BLOCK_TEAM, _BLOCK_EPOCH = (
+    _at("TraceBlock", "operator_id"),
+    _at("TraceBlock", "team"),
+    _at("TraceBlock", "epoch"),
+)
 _BLOCK_END, _BLOCK_END_NS = _at("TraceBlock", "end"), _at("TraceBlock", "end_ns")
 _TOTALS_WORDS = tl.constexpr(size_of("TraceTotals").value // 8)
 _T_WG, _T_WGS, _T_WARPS = _at("TraceTotals", "wg"), _at("TraceTotals", "num_wgs"), _at("TraceTotals", "num_warps")
@@ -248,13 +259,13 @@ def _trace_begin(team):
 
 
 @triton.jit
-def _trace_span(l, kind, phase, pe, index, begin, end):
-    if l.trace != 0:
-        totals = l.trace + _TOTALS
+def _trace_span(launch, kind, phase, pe, index, begin, end):
+    if launch.trace != 0:
+        totals = launch.trace + _TOTALS
         number = tl.atomic_add(_words(totals + _T_NUM), tl.full([], 1, tl.int64), sem="relaxed", scope="gpu")
         tl.atomic_add(_words(totals + _T_WAITED), end - begin, sem="relaxed", scope="gpu")
         if number < _MOST_SPANS:
-            span = l.trace + _SPANS + number * _SPAN_BYTES
+            span = launch.trace + _SPANS + number * _SPAN_BYTES
             tl.store(_words(span + _S_BEGIN), begin)
             tl.store(_words(span + _S_END), end)
             tl.store(_words(span + _S_INDEX), index + tl.full([], 0, tl.int64))
@@ -263,23 +274,27 @@ def _trace_span(l, kind, phase, pe, index, begin, end):
 
 
 @triton.jit
-def _trace_end(l):
-    if l.trace != 0:
+def _trace_end(launch):
+    if launch.trace != 0:
         tl.debug_barrier()
         ticks = _ticks() + tl.full([], 0, tl.int64)
-        tl.store(_words(l.trace + _BLOCK_END), ticks)
+        tl.store(_words(launch.trace + _BLOCK_END), ticks)
         ns = _clock() + tl.full([], 0, tl.int64)
-        tl.store(_words(l.trace + _BLOCK_END_NS), ns)
-        tl.store(_words(l.trace + _BLOCK_EPOCH), l.epoch)
-        tl.store(_words(l.trace + _BLOCK_TEAM), _field(l, _CONTRACT + 8))
-        tl.store(_words(l.trace + _BLOCK_ID), _field(l, _CONTRACT))
+        tl.store(_words(launch.trace + _BLOCK_END_NS), ns)
+        tl.store(_words(launch.trace + _BLOCK_EPOCH), launch.epoch)
+        tl.store(_words(launch.trace + _BLOCK_TEAM), _field(launch, _CONTRACT + 8))
+        tl.store(_words(launch.trace + _BLOCK_ID), _field(launch, _CONTRACT))
 
 
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 _R_STATE, _R_KIND, _R_PHASE = _at("ErrorRecord", "state"), _at("ErrorRecord", "kind"), _at("ErrorRecord", "phase")
 _R_PEER, _R_INDEX, _R_EPOCH = _at("ErrorRecord", "peer"), _at("ErrorRecord", "index"), _at("ErrorRecord", "epoch")
-_R_SEEN, _R_WAITED, _R_SIDE = _at("ErrorRecord", "seen"), _at("ErrorRecord", "waited_ns"), _at("ErrorRecord", "other_side")
+_R_SEEN, _R_WAITED, _R_SIDE = (
+    _at("ErrorRecord", "seen"),
+    _at("ErrorRecord", "waited_ns"),
+    _at("ErrorRecord", "other_side"),
+)
 _R_OWN, _R_THEIRS = _at("ErrorRecord", "own_contract"), _at("ErrorRecord", "peer_contract")
 _I_STATE, _I_KIND, _I_OPERATOR = (_at("InputErrorRecord", each) for each in ("state", "kind", "operator_id"))
 _I_OUTER, _I_INNER = _at("InputErrorRecord", "outer"), _at("InputErrorRecord", "inner")
@@ -292,108 +307,106 @@ def _store(address, value):
 
 
 @triton.jit
-def _always(l):
+def _always(launch):
     """Return the address of a word that is zero: TraceSink follows the Team, and a word of zero the TraceSink."""
-    return l.team.to(tl.int64) + _SINK + _SINK_BYTES
+    return launch.team.to(tl.int64) + _SINK + _SINK_BYTES
 
 
 _SINK_BYTES = size_of("TraceSink")
 
 
 @triton.jit
-def _side_to_tell(l, blamed, accuser):
+def _side_to_tell(launch, blamed, accuser):
     """Return the PE whose contract this PE reports beside its own: one that differs from it."""
     side = blamed
-    if blamed == l.rank:
+    if blamed == launch.rank:
         side = accuser
     else:
-        flag = _look(_grant(l, l.rank, blamed) + _GRANT_FLAG)
-        if (accuser != l.rank) & (flag == _flag(l, _field(l, _HASH))):
+        flag = _look(_grant(launch, launch.rank, blamed) + _GRANT_FLAG)
+        if (accuser != launch.rank) & (flag == _flag(launch, _field(launch, _HASH))):
             side = accuser
     return side
 
 
 @triton.jit(noinline=True)
-def _raise_abort(l, kind, phase, peer, index, seen, waited):
+def _raise_abort(launch, kind, phase, peer, index, seen, waited):
     """See raise_abort of cuda/comm/launch.cuh."""
     claimed = tl.atomic_xchg(
-        _words(_local(l, _ERROR_CLAIMED)), tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu"
+        _words(_local(launch, _ERROR_CLAIMED)), tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu"
     )
     if claimed == 0:
         blamed = peer
-        if kind == _PEER_LOST:  # the host interrupts this PE, no matter which peer was waited for
-            if (_host_says(l, peer) & _SAID_LOST) == 0:
-                blamed = l.rank
-        record = _field(l, _ERROR)
+        if (kind == _PEER_LOST) & ((_host_says(launch, peer) & _SAID_LOST) == 0):
+            blamed = launch.rank  # the host interrupts this PE, no matter which peer was waited for
+        record = _field(launch, _ERROR)
         _store(record + _R_KIND, kind)
-        _store(record + _R_PHASE, phase & ((1 << _CODE_BITS) - 1))
+        _store(record + _R_PHASE, phase & _CODE)
         _store(record + _R_PEER, blamed)
         _store(record + _R_INDEX, index)
-        _store(record + _R_EPOCH, l.epoch)
+        _store(record + _R_EPOCH, launch.epoch)
         _store(record + _R_SEEN, seen)
         _store(record + _R_WAITED, waited)
-        accuser = l.rank
+        accuser = launch.rank
         side = blamed
         blame = (tl.full([], 0, tl.int64) + kind) << _BLAME_SHIFT | blamed
-        report = _flag(l, blame)
+        report = _flag(launch, blame)
         if kind == _REPORTED:
             accuser = index.to(tl.int32)
-            side = _side_to_tell(l, blamed, accuser)
+            side = _side_to_tell(launch, blamed, accuser)
             report = seen
-        grant = _grant(l, l.rank, side)
-        is_here = (_look(grant + _GRANT_FLAG) >> _SHIFT) >= l.epoch  # else it is still on its way
+        grant = _grant(launch, launch.rank, side)
+        is_here = (_look(grant + _GRANT_FLAG) >> _SHIFT) >= launch.epoch  # else it is still on its way
         _store(record + _R_SIDE, side)
         words = tl.arange(0, 16)
-        own = tl.load(_words(l.team.to(tl.int64) + _CONTRACT) + words, mask=words < _WORDS, other=0)
+        own = tl.load(_words(launch.team.to(tl.int64) + _CONTRACT) + words, mask=words < _WORDS, other=0)
         theirs = tl.load(_words(grant + _GRANT_CONTRACT) + words, mask=(words < _WORDS) & is_here, other=0)
         tl.store(_words(record + _R_OWN) + words, own, mask=words < _WORDS)
         tl.store(_words(record + _R_THEIRS) + words, theirs, mask=words < _WORDS)
-        _release(record + _R_STATE, tl.full([], 1, tl.int64), _always(l))
-        for other in range(l.size):
-            if other != l.rank:
-                _release(_abort_word(l, other, accuser), report, _always(l))
-    _release(_local(l, _ABORT), l.epoch, _local(l, _ABORT))  # the first epoch that was given up stays
+        _release(record + _R_STATE, tl.full([], 1, tl.int64), _always(launch))
+        for other in range(launch.size):
+            if other != launch.rank:
+                _release(_abort_word(launch, other, accuser), report, _always(launch))
+    _release(_local(launch, _ABORT), launch.epoch, _local(launch, _ABORT))  # the first epoch that was given up stays
 
 
 @triton.jit
-def _give_up(l, kind: tl.constexpr, blamed, index, seen):
+def _give_up(launch, kind: tl.constexpr, blamed, index, seen):
     """Give up for another reason than a wait that took too long."""
     zero = tl.full([], 0, tl.int64)
-    _raise_abort(l, tl.full([], kind, tl.int32), tl.full([], _CREDIT, tl.int32), blamed, index, seen, zero)
+    _raise_abort(launch, tl.full([], kind, tl.int32), tl.full([], _CREDIT, tl.int32), blamed, index, seen, zero)
 
 
 @triton.jit(noinline=True)
-def _peer_gave_up(l):
+def _peer_gave_up(launch):
     """If a peer gave up this epoch or an earlier one, give up as well, and pass on which PE it blames."""
     has = tl.full([], 0, tl.int1)
     accuser = tl.full([], 0, tl.int32)
-    while accuser < l.size:
-        word = _look(_abort_word(l, l.rank, accuser))
-        if (has == 0) & (word != 0) & ((word >> _SHIFT) <= l.epoch):
-            blamed = (word & ((1 << _BLAME_SHIFT) - 1)).to(tl.int32)
-            _give_up(l, _REPORTED, blamed, accuser.to(tl.int64), word)
+    while accuser < launch.size:
+        word = _look(_abort_word(launch, launch.rank, accuser))
+        if (has == 0) & (word != 0) & ((word >> _SHIFT) <= launch.epoch):
+            blamed = (word & _PE_BITS).to(tl.int32)
+            _give_up(launch, _REPORTED, blamed, accuser.to(tl.int64), word)
             has = tl.full([], 1, tl.int1)
         accuser += 1
     return has
 
 
 @triton.jit
-def _has_word(l, pe, index):
+def _has_word(launch, pe, index):
     """Return whether a pair of PEs has a word of this index; report that it has none."""
-    limit = _field(l, _READY_STRIDE)
+    limit = _field(launch, _READY_STRIDE)
     has = (index >= 0) & (index < limit)
     if has == 0:
-        claimed = tl.atomic_xchg(_words(_local(l, _INPUT_CLAIMED)), l.epoch, sem="acq_rel", scope="gpu")
-        record = _field(l, _INPUT_ERROR)
-        if claimed != l.epoch:
-            if _look(record + _I_STATE) == 0:
-                _store(record + _I_KIND, NO_SUCH_WORD)
-                _store(record + _I_OPERATOR, _field(l, _CONTRACT))
-                _store(record + _I_OUTER, pe)
-                _store(record + _I_INNER, 0)
-                _store(record + _I_VALUE, index)
-                _store(record + _I_LIMIT, limit)
-                _release(record + _I_STATE, tl.full([], 1, tl.int64), _always(l))
+        claimed = tl.atomic_xchg(_words(_local(launch, _INPUT_CLAIMED)), launch.epoch, sem="acq_rel", scope="gpu")
+        record = _field(launch, _INPUT_ERROR)
+        if (claimed != launch.epoch) & (_look(record + _I_STATE) == 0):
+            _store(record + _I_KIND, NO_SUCH_WORD)
+            _store(record + _I_OPERATOR, _field(launch, _CONTRACT))
+            _store(record + _I_OUTER, pe)
+            _store(record + _I_INNER, 0)
+            _store(record + _I_VALUE, index)
+            _store(record + _I_LIMIT, limit)
+            _release(record + _I_STATE, tl.full([], 1, tl.int64), _always(launch))
     return has
 
 
@@ -401,63 +414,61 @@ def _has_word(l, pe, index):
 
 
 @triton.jit(noinline=True)
-def _await_longer(l, address, peer, phase, index):
+def _await_longer(launch, address, peer, phase, index):
     """Look again, until the word has reached this epoch or the launch is given up: `await` of cuda/comm/launch.cuh."""
     first = tl.full([], 0, tl.int64)
-    if l.team.dtype.element_ty == tl.int32:
+    if launch.team.dtype.element_ty == tl.int32:
         first = _ticks() + tl.full([], 0, tl.int64)
     seen = _look(address)
     started = tl.full([], 0, tl.int64)
     was_over = tl.full([], 0, tl.int1)
-    goes_on = (seen >> _SHIFT) < l.epoch
+    goes_on = (seen >> _SHIFT) < launch.epoch
     looks = tl.full([], 0, tl.int32)
     while goes_on:
         looks += 1
         if looks % _LOOKS == 0:
-            if is_aborted(l):
-                goes_on = tl.full([], 0, tl.int1)
-            elif _peer_gave_up(l):
+            if is_aborted(launch) or _peer_gave_up(launch):
                 goes_on = tl.full([], 0, tl.int1)
             else:
                 now = _clock() + tl.full([], 0, tl.int64)
-                said = _host_says(l, peer)
+                said = _host_says(launch, peer)
                 if (started == 0) | ((said & _SAID_PREPARING) != 0):
                     started = now
-                is_lost = ((said | _host_says(l, l.rank)) & _SAID_LOST) != 0
-                is_late = (now - started > _field(l, _TIMEOUT)) & (peer != l.rank)  # @wait-bound
+                is_lost = ((said | _host_says(launch, launch.rank)) & _SAID_LOST) != 0
+                is_late = (now - started > _field(launch, _TIMEOUT)) & (peer != launch.rank)  # @wait-bound
                 is_over = is_lost | is_late
                 if is_over & was_over:  # at first it looks again: it may not have run since its last look
                     kind = tl.where(is_lost, _PEER_LOST, _TIMED_OUT)
-                    _raise_abort(l, kind, phase, peer, index, seen, now - started)
+                    _raise_abort(launch, kind, phase, peer, index, seen, now - started)
                     goes_on = tl.full([], 0, tl.int1)
                 was_over = is_over
         if goes_on:
             seen = _look(address)
-            goes_on = (seen >> _SHIFT) < l.epoch
-    if l.team.dtype.element_ty == tl.int32:
+            goes_on = (seen >> _SHIFT) < launch.epoch
+    if launch.team.dtype.element_ty == tl.int32:
         last = _ticks() + tl.full([], 0, tl.int64)
-        _trace_span(l, _TRACE_WAIT, phase, peer, index, first, last)
+        _trace_span(launch, _TRACE_WAIT, phase, peer, index, first, last)
     return seen
 
 
 @triton.jit
-def _await(l, address, peer, phase, index):
+def _await(launch, address, peer, phase, index):
     """Wait until the word at an address has reached this epoch; return what it was at the last look.
 
     Bounded, and given up where a PE gives up.
     """
     seen = _look(address)
-    if (seen >> _SHIFT) < l.epoch:
-        seen = _await_longer(l, address, peer, phase + tl.full([], 0, tl.int32), index)
+    if (seen >> _SHIFT) < launch.epoch:
+        seen = _await_longer(launch, address, peer, phase + tl.full([], 0, tl.int32), index)
     return seen
 
 
 @triton.jit
-def wait(l, pe, index, phase):
+def wait(launch, pe, index, phase):
     """Wait for the word `index` that PE `pe` signals to this PE; see what it has put before.
 
     Args:
-        l: the launch.
+        launch: as `begin` returns it.
         pe: a peer.
         index: of the word; from 0.
         phase: what the wait is for, a key of the operator's `phases`; an error has its text.
@@ -468,9 +479,9 @@ def wait(l, pe, index, phase):
     """
     pe = pe + tl.full([], 0, tl.int32)
     index = index + tl.full([], 0, tl.int64)
-    came = _has_word(l, pe, index)
+    came = _has_word(launch, pe, index)
     if came:
-        came = (_await(l, _ready_word(l, l.rank, pe, index), pe, phase, index) >> _SHIFT) >= l.epoch
+        came = (_await(launch, _ready_word(launch, launch.rank, pe, index), pe, phase, index) >> _SHIFT) >= launch.epoch
     return came
 
 
@@ -495,83 +506,83 @@ def begin(team, out):
         trace = _trace_begin(team)
     heap = tl.load(_words(address + _HEAP))
     rank, size = (ranks & 0xFFFFFFFF).to(tl.int32), (ranks >> 32).to(tl.int32)
-    l = Launch(team, rank, size, epoch, out.to(tl.int64) - heap, trace)
+    launch = Launch(team, rank, size, epoch, out.to(tl.int64) - heap, trace)
     if tl.program_id(0) == 0:
-        aborted = _look(_local(l, _ABORT))
+        aborted = _look(_local(launch, _ABORT))
         if (aborted == 0) | (aborted >= epoch):  # a launch after one that was given up takes part in nothing
             words = tl.arange(0, 16)
             contract = tl.load(_words(address + _CONTRACT) + words, mask=words < _WORDS, other=0)
-            flag = _flag(l, _field(l, _HASH))
-            for step in range(1, l.size):
-                grant = _grant(l, (l.rank + step) % l.size, l.rank)
-                _store(grant + _GRANT_OUTPUT, l.output)
+            flag = _flag(launch, _field(launch, _HASH))
+            for step in range(1, launch.size):
+                grant = _grant(launch, (launch.rank + step) % launch.size, launch.rank)
+                _store(grant + _GRANT_OUTPUT, launch.output)
                 tl.store(_words(grant + _GRANT_CONTRACT) + words, contract, mask=words < _WORDS)
-                _release(grant + _GRANT_FLAG, flag, _always(l))
-    return l
+                _release(grant + _GRANT_FLAG, flag, _always(launch))
+    return launch
 
 
 @triton.jit
-def await_credit(l, pe):
+def await_credit(launch, pe):
     """Wait until a PE lets its output be written.
 
     Args:
-        l: the launch.
+        launch: as `begin` returns it.
         pe: a peer, or this PE.
 
     Returns:
         Where its output is, in bytes from the beginning of its heap (int64); -1 where the launch was given up.
     """
     pe = pe + tl.full([], 0, tl.int32)
-    offset = l.output
-    if pe != l.rank:
-        grant = _grant(l, l.rank, pe)
-        seen = _await(l, grant + _GRANT_FLAG, pe, _CREDIT, tl.full([], 0, tl.int64))
+    offset = launch.output
+    if pe != launch.rank:
+        grant = _grant(launch, launch.rank, pe)
+        seen = _await(launch, grant + _GRANT_FLAG, pe, _CREDIT, tl.full([], 0, tl.int64))
         offset = tl.full([], -1, tl.int64)
-        if (seen >> _SHIFT) >= l.epoch:
-            is_other = (seen & ((1 << _SHIFT) - 1)) != _field(l, _HASH)
+        if (seen >> _SHIFT) >= launch.epoch:
+            is_other = (seen & _LOW_BITS) != _field(launch, _HASH)
             # A PE that is already one launch ahead has compared this launch's contracts itself.
-            if ((seen >> _SHIFT) == l.epoch) & is_other:
-                _give_up(l, _MISMATCH, pe, tl.full([], 0, tl.int64), seen)
+            if ((seen >> _SHIFT) == launch.epoch) & is_other:
+                _give_up(launch, _MISMATCH, pe, tl.full([], 0, tl.int64), seen)
             else:
                 offset = tl.load(_words(grant + _GRANT_OUTPUT), volatile=True)
     return offset
 
 
 @triton.jit
-def await_all_credits(l):
+def await_all_credits(launch):
     """Wait for all peers' credit, before `leave`: so each PE compares its contract with every other's."""
-    for step in range(1, l.size):
-        await_credit(l, (l.rank + step) % l.size)
+    for step in range(1, launch.size):
+        await_credit(launch, (launch.rank + step) % launch.size)
 
 
 @triton.jit
-def offset_of(l, pointer):
+def offset_of(launch, pointer):
     """Return where a pointer into this PE's heap is, in bytes from the heap's beginning: the same on all PEs.
 
     For a tensor of `po.empty`, whose copies on the peers `get_block` reads.
     """
-    return pointer.to(tl.int64) - _field(l, _HEAP)
+    return pointer.to(tl.int64) - _field(launch, _HEAP)
 
 
 @triton.jit
-def peer_ptr(l, pe, offset, dtype: tl.constexpr):
+def peer_ptr(launch, pe, offset, dtype: tl.constexpr):
     """Return a pointer into a PE's heap.
 
     Args:
-        l: the launch.
+        launch: as `begin` returns it.
         pe: any PE.
         offset: in bytes, a multiple of 16: from `await_credit`, or `offset_of`.
         dtype: of what it points to.
     """
-    return tl.multiple_of((_heap_of(l, pe) + offset).to(tl.pointer_type(dtype)), 16)
+    return tl.multiple_of((_heap_of(launch, pe) + offset).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
-def put_block(l, pe, offset, rows, cols, stride, value, mask):
+def put_block(launch, pe, offset, rows, cols, stride, value, mask):
     """Store a block of a row-major matrix in a PE's heap, 16 bytes at a time.
 
     Args:
-        l: the launch.
+        launch: as `begin` returns it.
         pe: any PE, whose credit has come.
         offset: of the matrix, in bytes.
         rows, cols: `[R]` and `[C]`, of the elements. Columns come in whole runs: cols[0] is a multiple of 16 bytes.
@@ -579,65 +590,65 @@ def put_block(l, pe, offset, rows, cols, stride, value, mask):
         value: `[R, C]`.
         mask: `[R, C]`: what is stored.
     """
-    pointers = peer_ptr(l, pe, offset, value.dtype) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    pointers = peer_ptr(launch, pe, offset, value.dtype) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
     tl.store(tl.multiple_of(pointers, (1, 16)), value, mask=mask)  # @put-width
 
 
 @triton.jit
-def get_block(l, pe, offset, rows, cols, stride, dtype: tl.constexpr, mask):
+def get_block(launch, pe, offset, rows, cols, stride, dtype: tl.constexpr, mask):
     """Load a block of a row-major matrix from a PE's heap, 16 bytes at a time; 0 where it is masked.
 
     The PE has written it in front of this launch, and its credit has come (`await_credit`). It must not write it again
     before this PE has loaded it: signal to it after the load, and let it wait for that.
 
     Args:
-        l, pe, offset, rows, cols, stride, mask: as for `put_block`.
+        launch, pe, offset, rows, cols, stride, mask: as for `put_block`.
         dtype: of the matrix.
     """
-    pointers = peer_ptr(l, pe, offset, dtype) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    pointers = peer_ptr(launch, pe, offset, dtype) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
     return tl.load(tl.multiple_of(pointers, (1, 16)), mask=mask, other=0.0)
 
 
 @triton.jit
-def signal(l, pe, index):
+def signal(launch, pe, index):
     """Let a peer's `wait` pass: all that this work-group has stored before is there then.
 
     Nothing is signalled after the launch was given up.
 
     Args:
-        l: the launch.
+        launch: as `begin` returns it.
         pe: a peer.
         index: of the word that it waits for. Each of its words has one work-group that signals it, once a launch.
     """
     pe = pe + tl.full([], 0, tl.int32)
     index = index + tl.full([], 0, tl.int64)
-    if _has_word(l, pe, index):
-        address = _ready_word(l, pe, l.rank, index)
-        if l.team.dtype.element_ty == tl.int32:
+    if _has_word(launch, pe, index):
+        address = _ready_word(launch, pe, launch.rank, index)
+        if launch.team.dtype.element_ty == tl.int32:
             now = _ticks() + tl.full([], 0, tl.int64)
-            _trace_span(l, _TRACE_SEND, 0, pe, address - _heap_of(l, pe), now, now)
-        _release(address, _flag(l, _field(l, _HASH)), _local(l, _ABORT))  # @signal-unless-aborted
+            _trace_span(launch, _TRACE_SEND, 0, pe, address - _heap_of(launch, pe), now, now)
+        _release(address, _flag(launch, _field(launch, _HASH)), _local(launch, _ABORT))  # @signal-unless-aborted
 
 
 @triton.jit
-def leave(l, out, nbytes):
+def leave(launch, out, nbytes):
     """End the launch, after everything else; the last work-group fills the output with NaN if it was given up.
 
     Args:
-        l: the launch.
+        launch: as `begin` returns it.
         out: the kernel's second argument.
         nbytes: of the output.
     """
     tl.debug_barrier()  # @depart-barrier
-    departed = tl.atomic_add(_words(_local(l, _DEPARTED)), tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
+    departed = tl.atomic_add(_words(_local(launch, _DEPARTED)), tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
     if departed + 1 == tl.num_programs(0):
-        if is_aborted(l):
+        if is_aborted(launch):
             halves = out.to(tl.int64).to(tl.pointer_type(tl.int16))
             for first in range(0, nbytes // 2, 1024):
                 place = first + tl.arange(0, 1024)
                 tl.store(halves + place, tl.full([1024], -1, tl.int16), mask=place < nbytes // 2)
-        _store(_local(l, _TICKET), 0)
-        _store(_local(l, _DEPARTED), 0)
-        _store(_local(l, _EPOCH), l.epoch)
-    if l.team.dtype.element_ty == tl.int32:
-        _trace_end(l)
+        _store(_local(launch, _TICKET), 0)
+        _store(_local(launch, _DEPARTED), 0)
+        _store(_local(launch, _EPOCH), launch.epoch)
+    if launch.team.dtype.element_ty == tl.int32:
+        _trace_end(launch)
