@@ -55,7 +55,7 @@ def operator(
         TypeError: it is not over `triton.jit`, or the kernel has other arguments than these.
         ValueError: a name in `contract`, or a number in `phases`, is none of these.
     """
-    return lambda kernel: TritonOperator(kernel, tuple(contract), {**(phases or {})})
+    return lambda kernel: TritonOperator(kernel, tuple(contract), {number: text for number, text in (phases or {}).items()})
 
 
 class _Key(NamedTuple):
