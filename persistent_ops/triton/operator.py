@@ -55,7 +55,9 @@ def operator(
         TypeError: it is not over `triton.jit`, or the kernel has other arguments than these.
         ValueError: a name in `contract`, or a number in `phases`, is none of these.
     """
-    return lambda kernel: TritonOperator(kernel, tuple(contract), {number: text for number, text in (phases or {}).items()})
+    texts: dict[str | int, str] = {}
+    texts.update(phases or {})
+    return lambda kernel: TritonOperator(kernel, tuple(contract), texts)
 
 
 class _Key(NamedTuple):
