@@ -55,9 +55,7 @@ def operator(
         TypeError: it is not over `triton.jit`, or the kernel has other arguments than these.
         ValueError: a name in `contract`, or a number in `phases`, is none of these.
     """
-    texts: dict[str | int, str] = {}
-    texts.update(phases or {})
-    return lambda kernel: TritonOperator(kernel, tuple(contract), texts)
+    return lambda kernel: TritonOperator(kernel, tuple(contract), phases or {})
 
 
 class _Key(NamedTuple):
@@ -120,7 +118,7 @@ class TritonOperator:
         compiled: all variants so far; `explain` shows them.
     """
 
-    def __init__(self, kernel: Any, contract: tuple[str, ...], phases: dict[str | int, str]) -> None:
+    def __init__(self, kernel: Any, contract: tuple[str, ...], phases: Mapping[int, str]) -> None:
         function = getattr(kernel, "fn", None)
         if not callable(function):
             raise TypeError("operator: expected a kernel of triton.jit; put @operator(...) over @triton.jit")
@@ -149,7 +147,7 @@ class TritonOperator:
                 Field("source", show="{:014x}".format, argument="the hash of source, meta and dtypes"),
                 Field.internal("work_groups"),
             ),
-            phases=phases,
+            phases=dict(phases.items()),
             input_errors={NO_SUCH_WORD.value: _no_such_word},
             has_kernel=False,
         )
