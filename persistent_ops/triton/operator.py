@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..runtime import world as _world
@@ -360,8 +359,7 @@ def tune(
         The fastest configuration, the same on all PEs.
 
     Raises:
-        RuntimeError: none of them could be launched.
-        What PE 0 raised for other reasons than its configuration, on PE 0.
+        RuntimeError: none of them could be compiled and launched.
 
     Collective; blocks. Not in a CUDA-graph capture.
     """
@@ -374,7 +372,7 @@ def tune(
             for number, meta in enumerate(metas):
                 try:
                     times[number] = _time_of(world, op, arguments, {**options, "meta": dict(meta)}, rounds)
-                except (NotImplementedError, ValueError, triton.runtime.errors.OutOfResources) as error:
+                except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
         best = min(times, key=times.__getitem__, default=-1)
     told = world.bootstrap.exchange("triton-tune", f"{best} {problem}".encode(), timeout=_LONGEST_TUNING_S)[0].decode()
