@@ -207,7 +207,8 @@ def is_aborted(launch):
 
 # ---- timelines: cuda/platform/trace.cuh -----------------------------------------------------------------------------
 
-_SINK = size_of("Team")  # behind it
+_TEAM_BYTES = size_of("Team")
+_SINK = tl.constexpr(_TEAM_BYTES.value + 8)  # after the Team and a word of zero
 _SINK_BLOCKS, _SINK_NUM, _SINK_USED = (
     _at("TraceSink", "blocks"),
     _at("TraceSink", "num_blocks"),
@@ -308,11 +309,8 @@ def _store(address, value):
 
 @triton.jit
 def _always(launch):
-    """Return the address of a word that is zero: TraceSink follows the Team, and a word of zero the TraceSink."""
-    return launch.team.to(tl.int64) + _SINK + _SINK_BYTES
-
-
-_SINK_BYTES = size_of("TraceSink")
+    """Return the address of a word that is zero, which follows the Team."""
+    return launch.team.to(tl.int64) + _TEAM_BYTES
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from ..runtime.world import World, upload
 from .compiled import Compiled, compiled_kernel
 from .device import NO_SUCH_WORD
 from .interpreted import InterpretedKernel, is_interpreted, refuse_threads
-from .structs import team_words
 
 __all__ = ["TritonOperator", "operator", "tune"]
 
@@ -277,11 +276,8 @@ class _Plan(Plan):
         check_resident(self._kernel, self._grid)
         if self._grid > self._workspace.max_ready_words:
             raise ValueError(f"work_groups: expected at most {self._workspace.max_ready_words}, got {self._grid}")
-        # The Team, a TraceSink, and a word of zero: see device.py.
-        team = bytes(world.workspace.team(key.operator.contract_of(key, self._grid)))
-        assert len(team) == 8 * team_words()
-        sink = self._kernel.sink_bytes()
-        self._words = upload(world.backend, team, sink, bytes(8))
+        team = world.workspace.team(key.operator.contract_of(key, self._grid))
+        self._words = upload(world.backend, team, bytes(8), self._kernel.sink_bytes())  # as device.py reads them
         self._team = self._words if tracer is None else self._words.view(torch.int32)
 
     def launch(self, out: torch.Tensor, values: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..runtime.compile.description import COMM, describe
 from ..runtime.tracing import HEADER
 
-__all__ = ["constant", "offset_of", "size_of", "team_words"]
+__all__ = ["constant", "offset_of", "size_of"]
 
 _COMM, _TRACE = describe(COMM), describe(HEADER)
 _STRUCTS: dict[str, Any] = {**_COMM.structs, **_TRACE.structs}
@@ -32,8 +32,3 @@ def offset_of(struct: str, field: str) -> tl.constexpr:
 def size_of(struct: str) -> tl.constexpr:
     """Return the size of a struct, in bytes."""
     return tl.constexpr(ctypes.sizeof(_STRUCTS[struct]))
-
-
-def team_words() -> int:
-    """Return the number of 64-bit words of a Team."""
-    return ctypes.sizeof(_STRUCTS["Team"]) // 8
