@@ -22,6 +22,7 @@ from ..runtime.operator import Operator
 from ..runtime.plain_call import require_plain
 from ..runtime.plans import Plan
 from ..runtime.team import Team
+from ..runtime.uncompiled import uncompiled
 from ..runtime.world import World, upload
 from .compiled import Compiled, compiled_kernel
 from .device import NO_SUCH_WORD
@@ -150,14 +151,13 @@ class TritonOperator:
             has_kernel=False,
         )
 
+    @uncompiled
     def __call__(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        result: torch.Tensor = self._call(_world.for_call(), None, arguments, options)
-        return result
+        return self._call(_world.for_call(), None, arguments, options)
 
     def __repr__(self) -> str:
         return f"<Triton operator {self.__name__}>"  # type: ignore[attr-defined]
 
-    @torch.compiler.disable
     def _call(
         self, world: World, team: Team | None, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> torch.Tensor:
