@@ -48,6 +48,7 @@ _ABORT, _ERROR_CLAIMED = _at("LocalState", "abort"), _at("LocalState", "error_cl
 _INPUT_CLAIMED = _at("LocalState", "input_error_claimed")
 _GRANT_BYTES, _GRANT_FLAG, _GRANT_OUTPUT = size_of("Grant"), _at("Grant", "flag"), _at("Grant", "output_offset")
 _GRANT_CONTRACT, _WORDS = _at("Grant", "contract"), constant("kContractWords")
+_COPIES = constant("kGrantCopies")
 _SHIFT, _BLAME_SHIFT = constant("kEpochShift"), constant("kBlameKindShift")
 _LOW_BITS, _PE_BITS, _CODE = (
     tl.constexpr((1 << constant(name).value) - 1) for name in ("kEpochShift", "kBlameKindShift", "kCodeBits")
@@ -523,6 +524,8 @@ def begin(team, out):
                 _store(grant + _GRANT_OUTPUT, launch.output)
                 tl.store(_words(grant + _GRANT_CONTRACT) + words, contract, mask=words < _WORDS)
                 _release(grant + _GRANT_FLAG, flag, _always(launch))
+            own = _grant(launch, launch.rank, launch.size + launch.epoch % _COPIES)  # for this PE's host
+            tl.store(_words(own + _GRANT_CONTRACT) + words, contract, mask=words < _WORDS)
     return launch
 
 
