@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import math
+import string
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ def operator(
 
     Raises:
         TypeError: it is not over `triton.jit`, or the kernel has other arguments than these.
-        ValueError: a name in `contract`, or a number in `phases`, is none of these.
+        ValueError: a name in `contract`, or a number or text in `phases`, is none of these.
     """
     return lambda kernel: TritonOperator(kernel, tuple(contract), phases or {})
 
@@ -136,6 +137,9 @@ class TritonOperator:
             raise ValueError(f"contract: expected at most {_MOST_FIELDS} names, got {len(contract)}")
         if wrong := [phase for phase in phases if not (isinstance(phase, int) and 16 <= phase < 1 << 16)]:
             raise ValueError(f"phases: expected numbers from 16 to 65535, got {wrong}")
+        for text in phases.values():
+            if {field for _, field, _, _ in string.Formatter().parse(text)} - {None, "index"}:
+                raise ValueError(f"phases: expected no field but {{index}}, got {text!r}")
         self.kernel, self._contract = kernel, contract
         self.meta: dict[str, Any] | None = None
         self.compiled: list[tuple[dict[str, Any], Compiled]] = []
