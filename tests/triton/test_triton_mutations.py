@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import signal
 import tempfile
 import time
@@ -87,7 +88,7 @@ class _Seen(NamedTuple):
         is_right: its output, or all of it is NaN.
         next_error: of PE 1's next launch.
         has_credit: whether PE 0's next launch, which the host would refuse, gave PE 1 credit.
-        spans: of PE 0's launch in the timeline: its signals, and waits of more than half a second.
+        spans: of PE 0's launch in the timeline: its signals, and its waits that took as long as they may.
         is_right_again: after the recovery.
     """
 
@@ -112,7 +113,7 @@ def _silent() -> _Seen:
     numbers, meta = numbers_of(0), {"BM": 1, "BN": 64}  # twelve tiles
     want, out = numbers.flatten(0, 1), po.empty((2 * SHAPE[0], SHAPE[1])).zero_()
     with po.trace() as timeline:
-        error = _error_of_gather(numbers, silent=po.rank() == 1, out=out, meta=meta)
+        error = _error_of_gather(numbers, silent=po.rank() == 1, out=out, meta=meta, work_groups=1)
         is_right = bool(out.isnan().all() if error[0] else torch.equal(out, want))
         current().bootstrap.exchange("test", b"")
         next_error = _error_of_gather(numbers) if po.rank() == 1 else ("", "", 0.0)
@@ -120,7 +121,7 @@ def _silent() -> _Seen:
         po.recover()
     is_right_again = torch.equal(gather(numbers_of(1)), numbers_of(1).flatten(0, 1))
     launch = next(each for each in timeline.pes[0].launches if each.operator == "triton.all_gather")
-    spans = [span for span in launch.spans if span.kind == "send" or span.end - span.begin > 0.5e9]
+    spans = [span for span in launch.spans if span.kind == "send" or span.end - span.begin > 0.99e9]
     told = [(span.kind, span.what, span.peer) for span in spans]
     return _Seen(error, is_right, next_error, has_credit, told, is_right_again)
 
@@ -130,7 +131,7 @@ def test_a_time_out_says_what_it_waited_for(backend: str) -> None:
     seen, of_silent = run(_silent, 2, backend, 1.0)
     name, text, seconds = seen.error
     assert name == "PeerTimeoutError" and 1.0 <= seconds < 6.0, "it gives up once, not with every tile"
-    assert text.startswith("In triton.all_gather, PE 0 waited 1.") and "for PE 1: tile 0 of its rows (expected" in text
+    assert re.match(r"In triton.all_gather, PE 0 waited [\d.]+ s for PE 1: tile 0 of its rows \(expected", text), text
     assert seen.spans == [("send", "", 1)] * 12 + [("wait", "tile 0 of its rows", 1)]
     assert of_silent.error[0] == "" and of_silent.next_error[0] == "PeerTimeoutError"
     assert "PE 0 gave up on epoch " in of_silent.next_error[1], of_silent.next_error
@@ -139,12 +140,12 @@ def test_a_time_out_says_what_it_waited_for(backend: str) -> None:
 
 
 def _comes_late() -> Error:
-    """PE 1 comes when PE 0 has given up: PE 0 signals that it has loaded, without a look at its waits."""
+    """PE 1 comes when PE 0 has given up; that one's kernel goes on, and would signal what it has loaded."""
     x = po.empty(SHAPE).copy_(numbers_of(0)[po.rank()])
-    if po.rank() == 1:
-        time.sleep(2.0)
-    error = error_of(lambda: [added(x), po.check()])
-    current().bootstrap.exchange("test", b"")
+    for rank in range(2):
+        if po.rank() == rank:
+            error = error_of(lambda: [added(x), po.check()])
+        current().bootstrap.exchange("test", b"")
     po.recover()
     assert torch.equal(added(x), total(numbers_of(0)))
     return error
@@ -278,7 +279,7 @@ def test_an_index_that_no_word_has(backend: str) -> None:
 # ---- mutations -------------------------------------------------------------------------------------------------------
 
 _LATE, _TIME_OUT = test_a_late_pe_with_another_output, test_a_time_out_says_what_it_waited_for
-MUTATIONS: dict[str, tuple[Callable[[str], None], Change]] = {
+_CHANGES: dict[str, tuple[Callable[[str], None], Change]] = {
     "epochs_have_a_sign": (_LATE, Change("flag-epoch", "& _EPOCHS", "& -1")),
     "puts_where_its_own_output_is": (
         _LATE,
@@ -314,7 +315,7 @@ MUTATIONS: dict[str, tuple[Callable[[str], None], Change]] = {
 
 
 def test_changes_have_their_lines() -> None:
-    for _, change in MUTATIONS.values():
+    for _, change in _CHANGES.values():
         changed_source(change)
     with pytest.raises(AssertionError, match="@nowhere stands in 0 lines"):
         changed_source(Change("nowhere", "", ""))
@@ -324,9 +325,9 @@ def test_changes_have_their_lines() -> None:
 
 @pytest.mark.slow
 @pytest.mark.host
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", _CHANGES)
 def test_a_mutation_is_noticed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    test, change = MUTATIONS[name]
+    test, change = _CHANGES[name]
     monkeypatch.setattr(f"{__name__}._change", (change, tmp_path))
     with pytest.raises(AssertionError) as caught:
         test("host")

