@@ -148,7 +148,7 @@ def _clock():
         threads: tl.constexpr = tl.extra.cuda.num_threads()
         times = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer; // $1",
-            "=launch,r",
+            "=l,r",
             [tl.arange(0, threads)],
             dtype=tl.int64,
             is_pure=False,
