@@ -6,6 +6,9 @@ of them in the compiled code.
 
 A scalar load is made by each thread, so it may give each thread another value of a word that changes. What decides a
 branch comes from `_look`, which one thread loads for all.
+
+No function is `noinline`. Triton gives a called function shared memory that its caller uses (until 3.9, triton PR
+11267), and puts no barrier in front of what it does there first (triton issue 11326).
 """
 
 from __future__ import annotations
@@ -148,7 +151,7 @@ def _clock():
         threads: tl.constexpr = tl.extra.cuda.num_threads()
         times = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer; // $1",
-            "=launch,r",
+            "=l,r",
             [tl.arange(0, threads)],
             dtype=tl.int64,
             is_pure=False,
@@ -326,7 +329,7 @@ def _side_to_tell(launch, blamed, accuser):
     return side
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def _raise_abort(launch, kind, phase, peer, index, seen, waited):
     """See raise_abort of cuda/comm/launch.cuh."""
     claimed = tl.atomic_xchg(
@@ -374,7 +377,7 @@ def _give_up(launch, kind: tl.constexpr, blamed, index, seen):
     _raise_abort(launch, tl.full([], kind, tl.int32), tl.full([], _CREDIT, tl.int32), blamed, index, seen, zero)
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def _peer_gave_up(launch):
     """If a peer gave up this epoch or an earlier one, give up as well, and pass on which PE it blames."""
     has = tl.full([], 0, tl.int1)
@@ -411,7 +414,7 @@ def _has_word(launch, pe, index):
 # ---- waiting --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def _await_longer(launch, address, peer, phase, index):
     """Look again, until the word has reached this epoch or the launch is given up: `await` of cuda/comm/launch.cuh."""
     first = tl.full([], 0, tl.int64)
