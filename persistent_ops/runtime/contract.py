@@ -132,8 +132,8 @@ class LaunchKind:
         return {constants["kPhaseCredit"] & mask: _CREDIT} | own
 
     def waited_for(self, phase: int, index: int) -> str:
-        """Return the purpose of a wait of this operator."""
-        return self._texts[phase].format(index=index)
+        """Return the purpose of a wait of this operator; a kernel in Triton may have named none."""
+        return self._texts.get(phase, f"phase {phase}, index {{index}}").format(index=index)
 
     def input_error(self, record: ctypes.Structure) -> Exception:
         """Return the exception for bad input."""

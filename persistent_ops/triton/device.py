@@ -51,10 +51,12 @@ _ABORT, _ERROR_CLAIMED = _at("LocalState", "abort"), _at("LocalState", "error_cl
 _INPUT_CLAIMED = _at("LocalState", "input_error_claimed")
 _GRANT_BYTES, _GRANT_FLAG, _GRANT_OUTPUT = size_of("Grant"), _at("Grant", "flag"), _at("Grant", "output_offset")
 _GRANT_CONTRACT, _WORDS = _at("Grant", "contract"), constant("kContractWords")
+_COPIES = constant("kGrantCopies")
 _SHIFT, _BLAME_SHIFT = constant("kEpochShift"), constant("kBlameKindShift")
 _LOW_BITS, _PE_BITS, _CODE = (
     tl.constexpr((1 << constant(name).value) - 1) for name in ("kEpochShift", "kBlameKindShift", "kCodeBits")
 )
+_EPOCHS = tl.constexpr((1 << 64 - _SHIFT.value) - 1)
 _TIMED_OUT, _MISMATCH = constant("kTimeout"), constant("kContractMismatch")
 _PEER_LOST, _REPORTED = constant("kPeerLost"), constant("kReportedByPeer")
 _SAID_LOST, _SAID_PREPARING, _CREDIT = constant("kLost"), constant("kPreparing"), constant("kPhaseCredit")
@@ -172,6 +174,11 @@ def _ticks():
 @triton.jit
 def _flag(launch, low_bits):
     return (launch.epoch << _SHIFT) | low_bits
+
+
+@triton.jit
+def _epoch_of(flag):
+    return (flag >> _SHIFT) & _EPOCHS  # words are signed here
 
 
 @triton.jit
@@ -356,7 +363,7 @@ def _raise_abort(launch, kind, phase, peer, index, seen, waited):
             side = _side_to_tell(launch, blamed, accuser)
             report = seen
         grant = _grant(launch, launch.rank, side)
-        is_here = (_look(grant + _GRANT_FLAG) >> _SHIFT) >= launch.epoch  # else it is still on its way
+        is_here = _epoch_of(_look(grant + _GRANT_FLAG)) >= launch.epoch  # else it is still on its way
         _store(record + _R_SIDE, side)
         words = tl.arange(0, 16)
         own = tl.load(_words(launch.team.to(tl.int64) + _CONTRACT) + words, mask=words < _WORDS, other=0)
@@ -384,7 +391,7 @@ def _peer_gave_up(launch):
     accuser = tl.full([], 0, tl.int32)
     while accuser < launch.size:
         word = _look(_abort_word(launch, launch.rank, accuser))
-        if (has == 0) & (word != 0) & ((word >> _SHIFT) <= launch.epoch):
+        if (has == 0) & (word != 0) & (_epoch_of(word) <= launch.epoch):
             blamed = (word & _PE_BITS).to(tl.int32)
             _give_up(launch, _REPORTED, blamed, accuser.to(tl.int64), word)
             has = tl.full([], 1, tl.int1)
@@ -423,7 +430,7 @@ def _await_longer(launch, address, peer, phase, index):
     seen = _look(address)
     started = tl.full([], 0, tl.int64)
     was_over = tl.full([], 0, tl.int1)
-    goes_on = (seen >> _SHIFT) < launch.epoch
+    goes_on = _epoch_of(seen) < launch.epoch
     looks = tl.full([], 0, tl.int32)
     while goes_on:
         looks += 1
@@ -445,7 +452,7 @@ def _await_longer(launch, address, peer, phase, index):
                 was_over = is_over
         if goes_on:
             seen = _look(address)
-            goes_on = (seen >> _SHIFT) < launch.epoch
+            goes_on = _epoch_of(seen) < launch.epoch
     if launch.team.dtype.element_ty == tl.int32:
         last = _ticks() + tl.full([], 0, tl.int64)
         _trace_span(launch, _TRACE_WAIT, phase, peer, index, first, last)
@@ -459,7 +466,7 @@ def _await(launch, address, peer, phase, index):
     Bounded, and given up where a PE gives up.
     """
     seen = _look(address)
-    if (seen >> _SHIFT) < launch.epoch:
+    if _epoch_of(seen) < launch.epoch:
         seen = _await_longer(launch, address, peer, phase + tl.full([], 0, tl.int32), index)
     return seen
 
@@ -482,7 +489,8 @@ def wait(launch, pe, index, phase):
     index = index + tl.full([], 0, tl.int64)
     came = _has_word(launch, pe, index)
     if came:
-        came = (_await(launch, _ready_word(launch, launch.rank, pe, index), pe, phase, index) >> _SHIFT) >= launch.epoch
+        seen = _await(launch, _ready_word(launch, launch.rank, pe, index), pe, phase, index)
+        came = _epoch_of(seen) >= launch.epoch
     return came
 
 
@@ -519,6 +527,8 @@ def begin(team, out):
                 _store(grant + _GRANT_OUTPUT, launch.output)
                 tl.store(_words(grant + _GRANT_CONTRACT) + words, contract, mask=words < _WORDS)
                 _release(grant + _GRANT_FLAG, flag, _always(launch))
+            own = _grant(launch, launch.rank, launch.size + launch.epoch % _COPIES)  # for this PE's host
+            tl.store(_words(own + _GRANT_CONTRACT) + words, contract, mask=words < _WORDS)
     return launch
 
 
@@ -539,10 +549,10 @@ def await_credit(launch, pe):
         grant = _grant(launch, launch.rank, pe)
         seen = _await(launch, grant + _GRANT_FLAG, pe, _CREDIT, tl.full([], 0, tl.int64))
         offset = tl.full([], -1, tl.int64)
-        if (seen >> _SHIFT) >= launch.epoch:
+        if _epoch_of(seen) >= launch.epoch:
             is_other = (seen & _LOW_BITS) != _field(launch, _HASH)
             # A PE that is already one launch ahead has compared this launch's contracts itself.
-            if ((seen >> _SHIFT) == launch.epoch) & is_other:
+            if (_epoch_of(seen) == launch.epoch) & is_other:
                 _give_up(launch, _MISMATCH, pe, tl.full([], 0, tl.int64), seen)
             else:
                 offset = tl.load(_words(grant + _GRANT_OUTPUT), volatile=True)

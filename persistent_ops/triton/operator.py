@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import math
+import string
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..runtime import world as _world
+from ..runtime.arguments import as_whole_number, as_whole_numbers
 from ..runtime.backend import check_resident
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
@@ -22,6 +24,7 @@ from ..runtime.operator import Operator
 from ..runtime.plain_call import require_plain
 from ..runtime.plans import Plan
 from ..runtime.team import Team
+from ..runtime.uncompiled import uncompiled
 from ..runtime.world import World, upload
 from .compiled import Compiled, compiled_kernel
 from .device import NO_SUCH_WORD
@@ -51,7 +54,7 @@ def operator(
 
     Raises:
         TypeError: it is not over `triton.jit`, or the kernel has other arguments than these.
-        ValueError: a name in `contract`, or a number in `phases`, is none of these.
+        ValueError: a name in `contract`, or a number or text in `phases`, is none of these.
     """
     return lambda kernel: TritonOperator(kernel, tuple(contract), phases or {})
 
@@ -134,6 +137,9 @@ class TritonOperator:
             raise ValueError(f"contract: expected at most {_MOST_FIELDS} names, got {len(contract)}")
         if wrong := [phase for phase in phases if not (isinstance(phase, int) and 16 <= phase < 1 << 16)]:
             raise ValueError(f"phases: expected numbers from 16 to 65535, got {wrong}")
+        for text in phases.values():
+            if {field for _, field, _, _ in string.Formatter().parse(text)} - {None, "index"}:
+                raise ValueError(f"phases: expected no field but {{index}}, got {text!r}")
         self.kernel, self._contract = kernel, contract
         self.meta: dict[str, Any] | None = None
         self.compiled: list[tuple[dict[str, Any], Compiled]] = []
@@ -150,14 +156,13 @@ class TritonOperator:
             has_kernel=False,
         )
 
+    @uncompiled
     def __call__(self, *arguments: Any, **options: Any) -> torch.Tensor:
-        result: torch.Tensor = self._call(_world.for_call(), None, arguments, options)
-        return result
+        return self._call(_world.for_call(), None, arguments, options)
 
     def __repr__(self) -> str:
         return f"<Triton operator {self.__name__}>"  # type: ignore[attr-defined]
 
-    @torch.compiler.disable
     def _call(
         self, world: World, team: Team | None, arguments: tuple[Any, ...], options: Mapping[str, Any]
     ) -> torch.Tensor:
@@ -173,7 +178,8 @@ class TritonOperator:
             value if name in self._contract else _spec(name, value, world.backend.device)
             for name, value in values.items()
         )
-        sm_margin, work_groups = given.get("sm_margin", 0), given.get("work_groups")
+        sm_margin = _at_least(0, "sm_margin", given.get("sm_margin", 0))
+        work_groups = None if given.get("work_groups") is None else _at_least(1, "work_groups", given["work_groups"])
         key = _Key(
             self, team, specs, numbers, out_shape, out_dtype, tuple(sorted(meta.items())), sm_margin, work_groups
         )
@@ -208,7 +214,11 @@ class TritonOperator:
     ) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of the output; raise for tensors that are not plain."""
         out = given.get("out")
-        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        tensors = {
+            name: value.base if isinstance(value, TensorDescriptor) else value
+            for name, value in values.items()
+            if isinstance(value, (torch.Tensor, TensorDescriptor))
+        }
         require_plain(tensors if out is None else {**tensors, "out": out})
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
             raise NotImplementedError(f"{self!r} is forward only: call it under torch.no_grad(), or detach its inputs")
@@ -219,8 +229,9 @@ class TritonOperator:
             return tuple(out.shape), out.dtype
         if "out_shape" not in given:
             raise TypeError(f"{self!r}: missing argument out_shape")
-        shape = tuple(given["out_shape"])
-        if math.prod(shape) < 1:
+        message = f"out_shape: expected whole numbers, got {given['out_shape']!r}"
+        shape = as_whole_numbers(given["out_shape"], message)
+        if min(shape, default=1) < 1:
             raise ValueError(f"out_shape: expected at least one element, got {list(shape)}")
         dtype = given.get("out_dtype") or next((tensor.dtype for tensor in tensors.values()), None)
         if dtype not in SCALARS:
@@ -299,6 +310,13 @@ def _number(name: str, value: Any) -> int:
     return value
 
 
+def _at_least(least: int, name: str, value: Any) -> int:
+    found = as_whole_number(value, f"{name}: expected a whole number, got {value!r}")
+    if found < least:
+        raise ValueError(f"{name}: expected at least {least}, got {found}")
+    return found
+
+
 def _spec(name: str, value: Any, device: torch.device) -> Any:
     """Return what Triton compiles an argument for: no more than dtype and alignment, but for tensor descriptors."""
     if isinstance(value, torch.Tensor):
@@ -306,7 +324,6 @@ def _spec(name: str, value: Any, device: torch.device) -> Any:
             raise ValueError(f"{name}: expected a tensor on {device}, got one on {value.device}")
         return str(value.dtype), value.data_ptr() % 16 == 0
     if isinstance(value, TensorDescriptor):
-        require_plain({name: value.base})
         if value.base.device != device:
             raise ValueError(f"{name}: expected a tensor on {device}, got one on {value.base.device}")
         if len(value.shape) != 2 or value.padding != "zero" or value.base.dtype not in SCALARS:
