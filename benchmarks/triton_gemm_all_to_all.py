@@ -1,6 +1,6 @@
 """Benchmark of GEMM + All-to-All in Triton: persistent-ops bench triton_gemm_all_to_all [OPTIONS].
 
-The operator is the example launch/triton_operators/gemm_all_to_all.py. See README.md beside this file.
+The operator is the example launch/triton_operators/overlapped_gemm_all_to_all.py. See README.md beside this file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LABELS = {
 }
 _PEERS = ("triton_nccl", "nccl")
 SHAPES = ("1024x2560x8192", "4096x2560x8192", "4096x7168x8192", "8192x2048x7168")
-_EXAMPLE = Path(__file__).parents[1] / "launch/triton_operators/gemm_all_to_all.py"
+_EXAMPLE = Path(__file__).parents[1] / "launch/triton_operators/overlapped_gemm_all_to_all.py"
 _META = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3}
 _SMALLER = {**_META, "BN": 128, "num_warps": 4}  # two of these work-groups fit an SM
 _ALONE = tuple({**meta, "FLATTEN": flatten} for meta in (_META, _SMALLER) for flatten in (False, True))
