@@ -472,6 +472,15 @@ def _await(launch, address, peer, phase, index):
 
 
 @triton.jit
+def _see_in_tile_copies():
+    """Let loads by tensor descriptors see what was acquired: they go through another proxy (PTX ISA, "Async proxy")."""
+    if not _INTERPRETED and tl.target_info.cuda_capability_geq(9):
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def wait(launch, pe, index, phase):
     """Wait for the word `index` that PE `pe` signals to this PE; see what it has put before.
 
@@ -491,6 +500,7 @@ def wait(launch, pe, index, phase):
     if came:
         seen = _await(launch, _ready_word(launch, launch.rank, pe, index), pe, phase, index)
         came = _epoch_of(seen) >= launch.epoch
+        _see_in_tile_copies()  # @wait-proxy
     return came
 
 
