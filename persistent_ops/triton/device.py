@@ -136,7 +136,7 @@ def _release(address, value, unless):
             @q st.release.sys.global.u64 [$1], $2;
             mov.u32 $0, 0;
             }""",  # @release-one-thread
-            "=r,l,l,l",
+            "=r,l,l,l",  # @release-order
             [address.to(tl.int64), value.to(tl.int64), unless.to(tl.int64)],
             dtype=tl.int32,
             is_pure=False,
@@ -422,7 +422,7 @@ def _has_word(launch, pe, index):
 
 
 @triton.jit
-def _await_longer(launch, address, peer, phase, index):
+def _await_longer(launch, address, peer, phase, index):  # @inlined
     """Look again, until the word has reached this epoch or the launch is given up: `await` of cuda/comm/launch.cuh."""
     first = tl.full([], 0, tl.int64)
     if launch.team.dtype.element_ty == tl.int32:
@@ -627,7 +627,7 @@ def get_block(launch, pe, offset, rows, cols, stride, dtype: tl.constexpr, mask)
         dtype: of the matrix.
     """
     pointers = peer_ptr(launch, pe, offset, dtype) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    return tl.load(tl.multiple_of(pointers, (1, 16)), mask=mask, other=0.0)
+    return tl.load(tl.multiple_of(pointers, (1, 16)), mask=mask, other=0.0)  # @get-width
 
 
 @triton.jit
@@ -661,7 +661,8 @@ def leave(launch, out, nbytes):
         nbytes: of the output.
     """
     tl.debug_barrier()  # @depart-barrier
-    departed = tl.atomic_add(_words(_local(launch, _DEPARTED)), tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
+    one = tl.full([], 1, tl.int64)
+    departed = tl.atomic_add(_words(_local(launch, _DEPARTED)), one, sem="acq_rel", scope="gpu")  # @depart-order
     if departed + 1 == tl.num_programs(0):
         if is_aborted(launch):
             halves = out.to(tl.int64).to(tl.pointer_type(tl.int16))
