@@ -3,7 +3,8 @@
 For programs that leave no state: each has its own world, which it finalizes, as under `po.launch`. Tests of how
 processes begin, fail or end use `po.launch`. torch.distributed's default group and GPUs need processes.
 
-On GPUs, worlds of each size have PEs of their own, in which NVSHMEM stays started (kept_nvshmem.py).
+On GPUs, worlds of each size have PEs of their own, in which NVSHMEM stays started (kept_nvshmem.py). So have programs
+whose kernels Triton's interpreter runs (interpreters.py).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _NOT_STARTED = "NVSHMEM did not initialize"
 _JOINED = "joined"  # what a PE sends when it has opened a world
 _SIZES = (1, 2, 3, 4)  # of most worlds
 _Pes = list[tuple[BaseProcess, Connection]]
-_kept: dict[int, _Pes] = {}  # on GPUs by the world's size
+_kept: dict[int | str, _Pes] = {}  # on GPUs by the world's size
 
 
 def in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: float) -> list[Any]:
@@ -73,7 +74,7 @@ def _in_processes(program: Callable[..., Any], world: int, *args: Any, timeout: 
     if has_gpus and not _kept and "PYTEST_XDIST_WORKER" in os.environ:
         for size in _SIZES:  # all sizes will be asked for, and start meanwhile
             _kept[size] = [_started() for _ in range(size)]
-    kept = _kept.setdefault(world if has_gpus else 0, [])
+    kept = _kept.setdefault("interpreters" if "TRITON_INTERPRET" in os.environ else world if has_gpus else 0, [])
     is_whole = False
     task = pickle.dumps((program, args))
     try:

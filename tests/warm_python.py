@@ -20,29 +20,35 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from folders import FOLDERS, TESTS
+from folders import FOLDERS, INTERPRETER, TESTS
 
 __all__ = ["Popen", "fork_launches", "servers"]
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Variables that may be read when the interpreter starts or libraries are loaded, which is too late after a fork.
 _READ_EARLY = re.compile(
-    r"PYTHON(?!PATH$)|LD_|LC_|LANG|MALLOC_|(OMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|CUDA|NVIDIA)_(?!SYMM_MEM_)"
+    r"PYTHON(?!PATH$)|LD_|LC_|LANG|MALLOC_|(OMP|KMP|MKL|OPENBLAS|TORCH|PYTORCH|CUDA|NVIDIA|TRITON)_(?!SYMM_MEM_)"
 )
 
 _spawn = multiprocessing.util.spawnv_passfds
 _lock = threading.Lock()
-_server: _Server | None = None
+_servers: dict[bool, _Server] = {}  # by whether their programs run Triton's interpreter
 _is_on = False  # whether processes are forked
 
 
 class _Server:
-    """A process that forks others, for the process that started it."""
+    """A process that forks others, for the process that started it.
 
-    def __init__(self) -> None:
+    Args:
+        interprets: whether their kernels of Triton are interpreted.
+    """
+
+    def __init__(self, *, interprets: bool) -> None:
         self._parent = os.getpid()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *FOLDERS])}
+        folders = [*([INTERPRETER] if interprets else []), str(TESTS.parent), *FOLDERS]
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"PYTHONPATH": os.pathsep.join(folders), **({"TRITON_INTERPRET": "1"} if interprets else {})}
         with theirs:
             command = [sys.executable, str(TESTS / "warm_server.py"), str(theirs.fileno())]
             self._process = subprocess.Popen(
@@ -160,17 +166,18 @@ def _fork(path: Any, arguments: list[str], descriptors: Sequence[int]) -> int:
 
 
 def servers() -> set[int]:
-    """Return the number of this process' server, if it has one. The server is a child that stays."""
-    return set() if _server is None or not _server.is_mine() else {_server.pid}
+    """Return the numbers of this process' servers. A server is a child that stays."""
+    return {server.pid for server in _servers.values() if server.is_mine()}
 
 
 def _server_for(environment: dict[str, str]) -> _Server | None:
     """Return the server of this process, or None if its processes would not match the environment."""
-    global _server
+    interprets = environment.get("TRITON_INTERPRET") == "1"
     with _lock:
-        if _server is None or not _server.is_mine():
-            _server = _Server()
-    return _server if _server.serves(environment) else None
+        server = _servers.get(interprets)
+        if server is None or not server.is_mine():
+            server = _servers[interprets] = _Server(interprets=interprets)
+    return server if server.serves(environment) else None
 
 
 def _be_subreaper(whether: bool) -> None:

@@ -178,7 +178,7 @@ def _flag(launch, low_bits):
 
 @triton.jit
 def _epoch_of(flag):
-    return (flag >> _SHIFT) & _EPOCHS  # words are signed here
+    return (flag >> _SHIFT) & _EPOCHS  # @flag-epoch: words are signed here
 
 
 @triton.jit
@@ -373,7 +373,7 @@ def _raise_abort(launch, kind, phase, peer, index, seen, waited):
         _release(record + _R_STATE, tl.full([], 1, tl.int64), _always(launch))
         for other in range(launch.size):
             if other != launch.rank:
-                _release(_abort_word(launch, other, accuser), report, _always(launch))
+                _release(_abort_word(launch, other, accuser), report, _always(launch))  # @abort-tells-peers
     _release(_local(launch, _ABORT), launch.epoch, _local(launch, _ABORT))  # the first epoch that was given up stays
 
 
@@ -403,7 +403,7 @@ def _peer_gave_up(launch):
 def _has_word(launch, pe, index):
     """Return whether a pair of PEs has a word of this index; report that it has none."""
     limit = _field(launch, _READY_STRIDE)
-    has = (index >= 0) & (index < limit)
+    has = (index >= 0) & (index < limit)  # @word-in-range
     if has == 0:
         claimed = tl.atomic_xchg(_words(_local(launch, _INPUT_CLAIMED)), launch.epoch, sem="acq_rel", scope="gpu")
         record = _field(launch, _INPUT_ERROR)
@@ -435,14 +435,14 @@ def _await_longer(launch, address, peer, phase, index):  # @inlined
     while goes_on:
         looks += 1
         if looks % _LOOKS == 0:
-            if is_aborted(launch) or _peer_gave_up(launch):
+            if is_aborted(launch) or _peer_gave_up(launch):  # @wait-gives-up
                 goes_on = tl.full([], 0, tl.int1)
             else:
                 now = _clock() + tl.full([], 0, tl.int64)
                 said = _host_says(launch, peer)
-                if (started == 0) | ((said & _SAID_PREPARING) != 0):
+                if (started == 0) | ((said & _SAID_PREPARING) != 0):  # @wait-preparing
                     started = now
-                is_lost = ((said | _host_says(launch, launch.rank)) & _SAID_LOST) != 0
+                is_lost = ((said | _host_says(launch, launch.rank)) & _SAID_LOST) != 0  # @wait-lost
                 is_late = (now - started > _field(launch, _TIMEOUT)) & (peer != launch.rank)  # @wait-bound
                 is_over = is_lost | is_late
                 if is_over & was_over:  # at first it looks again: it may not have run since its last look
@@ -528,7 +528,8 @@ def begin(team, out):
     launch = Launch(team, rank, size, epoch, out.to(tl.int64) - heap, trace)
     if tl.program_id(0) == 0:
         aborted = _look(_local(launch, _ABORT))
-        if (aborted == 0) | (aborted >= epoch):  # a launch after one that was given up takes part in nothing
+        # A launch after one that was given up takes part in nothing.
+        if (aborted == 0) | (aborted >= epoch):  # @takes-part
             words = tl.arange(0, 16)
             contract = tl.load(_words(address + _CONTRACT) + words, mask=words < _WORDS, other=0)
             flag = _flag(launch, _field(launch, _HASH))
@@ -537,7 +538,8 @@ def begin(team, out):
                 _store(grant + _GRANT_OUTPUT, launch.output)
                 tl.store(_words(grant + _GRANT_CONTRACT) + words, contract, mask=words < _WORDS)
                 _release(grant + _GRANT_FLAG, flag, _always(launch))
-            own = _grant(launch, launch.rank, launch.size + launch.epoch % _COPIES)  # for this PE's host
+            # A copy is for this PE's host.
+            own = _grant(launch, launch.rank, launch.size + launch.epoch % _COPIES)  # @own-contract
             tl.store(_words(own + _GRANT_CONTRACT) + words, contract, mask=words < _WORDS)
     return launch
 
@@ -562,10 +564,10 @@ def await_credit(launch, pe):
         if _epoch_of(seen) >= launch.epoch:
             is_other = (seen & _LOW_BITS) != _field(launch, _HASH)
             # A PE that is already one launch ahead has compared this launch's contracts itself.
-            if (_epoch_of(seen) == launch.epoch) & is_other:
+            if (_epoch_of(seen) == launch.epoch) & is_other:  # @contracts-compared
                 _give_up(launch, _MISMATCH, pe, tl.full([], 0, tl.int64), seen)
             else:
-                offset = tl.load(_words(grant + _GRANT_OUTPUT), volatile=True)
+                offset = tl.load(_words(grant + _GRANT_OUTPUT), volatile=True)  # @granted-output
     return offset
 
 
@@ -664,13 +666,13 @@ def leave(launch, out, nbytes):
     one = tl.full([], 1, tl.int64)
     departed = tl.atomic_add(_words(_local(launch, _DEPARTED)), one, sem="acq_rel", scope="gpu")  # @depart-order
     if departed + 1 == tl.num_programs(0):
-        if is_aborted(launch):
+        if is_aborted(launch):  # @poison
             halves = out.to(tl.int64).to(tl.pointer_type(tl.int16))
             for first in range(0, nbytes // 2, 1024):
                 place = first + tl.arange(0, 1024)
                 tl.store(halves + place, tl.full([1024], -1, tl.int16), mask=place < nbytes // 2)
         _store(_local(launch, _TICKET), 0)
-        _store(_local(launch, _DEPARTED), 0)
-        _store(_local(launch, _EPOCH), launch.epoch)
+        _store(_local(launch, _DEPARTED), 0)  # @departed-reset
+        _store(_local(launch, _EPOCH), launch.epoch)  # @epoch-advance
     if launch.team.dtype.element_ty == tl.int32:
         _trace_end(launch)

@@ -227,7 +227,7 @@ class TritonOperator:
             if not out.is_contiguous() or out.data_ptr() % 16:
                 raise ValueError(f"out: expected a contiguous tensor at a multiple of 16 bytes, got {out.stride()}")
             return tuple(out.shape), out.dtype
-        if "out_shape" not in given:
+        if given.get("out_shape") is None:
             raise TypeError(f"{self!r}: missing argument out_shape")
         message = f"out_shape: expected whole numbers, got {given['out_shape']!r}"
         shape = as_whole_numbers(given["out_shape"], message)

@@ -125,10 +125,12 @@ class ArgumentSuite:
     Attributes:
         functions: by name.
         wrong: calls that no declaration excludes, by name.
+        run_pes: runs a program on PEs, as `worlds.run_pes` does.
     """
 
     functions: ClassVar[Mapping[str, Function]]
     wrong: ClassVar[Mapping[str, Wrong]]
+    run_pes = staticmethod(run_pes)
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: pytest.Metafunc) -> None:
@@ -183,4 +185,4 @@ def _is_as(outcome: Outcome, error: type[Exception], text: str) -> bool:
 
 @functools.cache
 def _found(suite: type[ArgumentSuite], backend: str) -> Any:
-    return run_pes(suite._run, 1, backend, timeout=200)[0]
+    return suite.run_pes(suite._run, 1, backend, timeout=200)[0]

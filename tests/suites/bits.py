@@ -162,16 +162,19 @@ class BitsSuite:
     Attributes:
         trial: makes a case's trial on a PE.
         worlds: by name; each is launched when the first of its cases is asked for, on GPUs in parts.
-        halved_by: a dtype of about half of the cases. A world of one PE runs these cases and the others side by side.
+        halved_by: a dtype of about half of the cases. A world of one PE runs these cases and the others side by side;
+            None: it does not, as they take little time to compile.
         heap_bytes: of each PE.
         is_the_same_on_all_pes: whether all PEs get the same result.
+        run_pes: runs a program on PEs, as `worlds.run_pes` does.
     """
 
     trial: ClassVar[type[Trial]]
     worlds: ClassVar[Mapping[str, CaseWorld]]
-    halved_by: ClassVar[torch.dtype]
+    halved_by: ClassVar[torch.dtype | None]
     heap_bytes: ClassVar[int] = 128 << 20
     is_the_same_on_all_pes: ClassVar[bool] = True
+    run_pes = staticmethod(run_pes)
 
     _found: ClassVar[dict[tuple[type, str, str, int | None], Results | Exception]] = {}
 
@@ -249,7 +252,7 @@ class BitsSuite:
         found = []
         for flags in ("", " -O3 -Wno-error"):
             monkeypatch.setenv("PERSISTENT_OPS_CXX", compiler + flags)
-            found.append(run_pes(self._run, world.size, "host", name, names, timeout=280))
+            found.append(self.run_pes(self._run, world.size, "host", name, names, timeout=280))
         for rank, of_pe in enumerate(found[1]):
             assert [problem for problem, _ in of_pe.values() if problem is not None] == [], f"PE {rank}"
         assert found[0] == found[1], "the bits depend on the compiler's optimization"
@@ -267,12 +270,12 @@ class BitsSuite:
 
         def launch(chosen: Sequence[Any]) -> Results:
             names = [case.name for case in chosen]
-            return run_pes(self._run, world.size, backend, name, names, timeout=280)
+            return self.run_pes(self._run, world.size, backend, name, names, timeout=280)
 
         try:
             if backend == "cuda":
                 return launch([c for number, c in enumerate(world.cases) if self._part(world, number) == part])
-            if world.size > 1:
+            if world.size > 1 or self.halved_by is None:
                 return launch(world.cases)
             # The compiler takes most of the time here. The kernels are compiled for all other worlds too.
             halves = ([c for c in world.cases if (c.dtype == self.halved_by) == is_in] for is_in in (True, False))

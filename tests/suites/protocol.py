@@ -65,6 +65,8 @@ class ProtocolSuite:
         deaths, deaths_on_gpus: how PE 1 dies ("killed", "stopped"), in which way; on GPUs both.
         noticed_within: seconds until the survivors of a stopped PE know, whose kernels wait for 3.
         names_the_dead: whether all survivors name the dead PE, or one (a survivor may wait for another survivor).
+        transports: options of po.init, as pytest's parameters.
+        run_pes: runs a program on PEs, as `worlds.run_pes` does.
     """
 
     operator: ClassVar[str]
@@ -79,6 +81,8 @@ class ProtocolSuite:
     deaths_on_gpus: ClassVar[Sequence[tuple[str, str]]] = ()
     noticed_within: ClassVar[float] = 12.0
     names_the_dead: ClassVar[bool] = True
+    transports: ClassVar[Sequence[Any]] = TRANSPORTS
+    run_pes = staticmethod(run_pes)
 
     # ---- of the operator -------------------------------------------------------------------------------------------
 
@@ -256,11 +260,12 @@ class ProtocolSuite:
             deaths = [pytest.param(*each, id="-".join(each)) for each in cls.deaths]
             deaths += [pytest.param(*each, id="-".join(each), marks=pytest.mark.gpu) for each in cls.deaths_on_gpus]
             metafunc.parametrize(("how", "way"), deaths)
+        elif "options" in metafunc.fixturenames:
+            metafunc.parametrize("options", cls.transports)
 
     @pytest.mark.apart
-    @pytest.mark.parametrize("options", TRANSPORTS)
     def test_late_pes(self, backend: str, options: dict[str, Any]) -> None:
-        assert run_pes(self._late, 3, backend, options, timeout=200) == [[]] * 3
+        assert self.run_pes(self._late, 3, backend, options, timeout=200) == [[]] * 3
 
     def test_timeout_names_the_peer_and_recovery_works(
         self, backend: str, way: str, transport: str, tmp_path: Path
@@ -269,7 +274,7 @@ class ProtocolSuite:
         for attempt in range(3):  # a busy machine only makes the time longer
             folder = tmp_path / str(attempt)
             folder.mkdir()
-            late, *others = run_pes(self._absent, 3, backend, way, transport, folder, timeout=120)
+            late, *others = self.run_pes(self._absent, 3, backend, way, transport, folder, timeout=120)
             for seen in (late, *others):
                 assert all(seen["before"]) and seen["after"] == [], seen
                 assert seen["again"] == seen["barrier"] == "PeerTimeoutError", f"before po.recover(): {seen}"
@@ -285,9 +290,8 @@ class ProtocolSuite:
                 break
         assert min(seconds) < self.gives_up_within, f"it gives up once, not one wait after the other: {seconds}"
 
-    @pytest.mark.parametrize("options", TRANSPORTS)
     def test_timeline(self, backend: str, options: dict[str, Any], tmp_path: Path) -> None:
-        results = run_pes(self._traced, 3, backend, options, tmp_path, timeout=200)
+        results = self.run_pes(self._traced, 3, backend, options, tmp_path, timeout=200)
         assert all(all(right) for right, _ in results)
         assert [[pe.pe for pe in pes] for _, pes in results] == [[0, 1, 2], [1], [2]], "PE 0 has all"
         pes = results[0][1]
@@ -305,7 +309,7 @@ class ProtocolSuite:
 
     def test_timeline_with_an_abort(self, backend: str, tmp_path: Path) -> None:
         way = self.absences[0][0]
-        results = run_pes(self._traced_to_an_abort, 3, backend, way, tmp_path, timeout=200)
+        results = self.run_pes(self._traced_to_an_abort, 3, backend, way, tmp_path, timeout=200)
         assert all(all(seen) for seen, _ in results), results
         pes = results[0][1]
         problems = problems_of_timeline(pes, self.operator)
@@ -318,7 +322,7 @@ class ProtocolSuite:
 
     def test_mismatch_is_named_on_every_pe(self, backend: str) -> None:
         for _ in range(3):  # a PE that only got the report may still lack data; not in three worlds
-            found = run_pes(self._mismatched, 3, backend, timeout=250)
+            found = self.run_pes(self._mismatched, 3, backend, timeout=250)
             if all(self.operator in text for errors in found for _, text, _ in errors.values()):
                 break
         for rank, errors in enumerate(found):
@@ -333,12 +337,11 @@ class ProtocolSuite:
 
     def test_the_first_call_meets_something_else(self, backend: str) -> None:
         """Agreements and allocations of the PEs in that call cause no hang."""
-        results = run_pes(self._first_call_mismatched, 3, backend, timeout=200)
+        results = self.run_pes(self._first_call_mismatched, 3, backend, timeout=200)
         assert results == [["ContractMismatchError", True, True, True, []]] * 3
 
-    @pytest.mark.parametrize("options", TRANSPORTS)
     def test_far_epochs(self, backend: str, options: dict[str, Any]) -> None:
-        assert run_pes(self._far_epochs, 2, backend, options, timeout=200) == [[]] * 2
+        assert self.run_pes(self._far_epochs, 2, backend, options, timeout=200) == [[]] * 2
 
     def test_dead_peer(self, backend: str, how: str, way: str, tmp_path: Path) -> None:
         seconds: list[float] = []
