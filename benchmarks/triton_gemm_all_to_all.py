@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class TritonProducts(Products):
         super().__init__(world, methods, exchange, name)
         from triton_product import gemm
 
-        self._gemm, self._operator_in_triton = gemm, _example().gemm_all_to_all
+        self._gemm, self._operator_in_triton = gemm, _example().overlapped_gemm_all_to_all
         self._staging = self._empty(self._shape.rows, self._shape.columns)
         a, b = self._operands[0]
         products = {f"{i}": functools.partial(self._multiply, a, b, 0, meta) for i, meta in enumerate(_ALONE)}
@@ -78,10 +79,9 @@ class TritonProducts(Products):
 
     def _fused(self, a: torch.Tensor, b: torch.Tensor, copy: int) -> torch.Tensor:
         rows, depth, columns, _, _ = self._shape
-        meta = {**_META, "ROWS": 8}
         sizes = (self._staging, rows, columns, depth)
         result: torch.Tensor = self._operator_in_triton(
-            *_descriptors(a, b, meta), *sizes, out=self._results[copy], meta=meta
+            *_descriptors(a, b, _META), *sizes, out=self._results[copy], meta=_META
         )
         return result
 
@@ -96,13 +96,10 @@ class TritonProducts(Products):
         return {**about, "meta": self._choice_alone} if name == "triton_gemm" else about
 
 
-@functools.cache
 def _example() -> Any:
-    spec = importlib.util.spec_from_file_location("triton_example", _EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    return example
+    if (folder := str(_EXAMPLE.parent)) not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(_EXAMPLE.stem)
 
 
 def _descriptors(a: torch.Tensor, b: torch.Tensor, meta: Mapping[str, Any]) -> list[Any]:

@@ -38,21 +38,21 @@ def gemm_all_to_all(team, out, a, b, M, N, K, BM: tl.constexpr, BN: tl.constexpr
     pot.leave(launch, out, M * N * 2)
 
 
-def main() -> None:
+def main(product: pot.TritonOperator = gemm_all_to_all, num_buffers: int = 0) -> None:
     po.init()
     torch.manual_seed(po.rank())
     world, on_gpu = po.world_size(), po.backend() == "cuda"  # the interpreter cannot multiply bfloat16
     m, n, k, dtype = (2048 * world, 8192, 2560, torch.bfloat16) if on_gpu else (200 * world, 304, 104, torch.float16)
+    meta = {"BM": 128, "BN": 256, "BK": 64, "num_warps": 8, "num_stages": 3}
     with po.process_group():
         for _ in range(3):
             x, w = (torch.randint(-2, 3, (size, k), device=po.device()).to(dtype) for size in (m, n))
             a, b = TensorDescriptor.from_tensor(x, [128, 64]), TensorDescriptor.from_tensor(w, [256, 64])
-            y = gemm_all_to_all(a, b, m, n, k, out_shape=(m, n), meta={"BM": 128, "BN": 256, "BK": 64, "num_warps": 8})
-            po.check()
+            y = product(a, b, *(x.new_empty(m, n) for _ in range(num_buffers)), m, n, k, out_shape=(m, n), meta=meta)
             torch.distributed.all_to_all_single(expected := torch.empty_like(y), (x.float() @ w.float().t()).to(dtype))
             assert torch.equal(y, expected)  # to the bit: sums of small whole numbers are exact
     if po.rank() == 0:
-        print(f"gemm_all_to_all: {m} x {n} x {k}, the bits of torch's product and all-to-all")
+        print(f"{product.__name__}: {m} x {n} x {k}, the bits of torch's product and all-to-all")
 
 
 if __name__ == "__main__":
