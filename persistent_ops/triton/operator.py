@@ -161,7 +161,7 @@ class TritonOperator:
         return self._call(_world.for_call(), None, arguments, options)
 
     def __reduce__(self) -> str:
-        return self.__qualname__  # pickled by name, as a function is
+        return str(self.__qualname__)  # type: ignore[attr-defined]  # pickled by name, as a function is
 
     def __repr__(self) -> str:
         return f"<Triton operator {self.__name__}>"  # type: ignore[attr-defined]
