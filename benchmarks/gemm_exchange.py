@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import harness.experiment
 import torch
@@ -54,11 +54,11 @@ _ALL_TO_ALL_SHAPES = ("8192x7168x2048", "8192x768x7168")  # beside SHAPES
 _SWEEP = tuple(f"{128 << i}x2560x8192" for i in range(9))
 _QUICK_SHAPES = ("1024x2560x8192",)
 _HOST_SHAPES, _HOST_SWEEP = ("16x32x24", "64x64x64"), ("16x32x24", "32x32x24", "64x32x24")
-_ALONE = ("gemm", "cublas")  # exchange nothing
 _EAGER_CALLS = 8  # of symm_mem: twice as many have fewer launches than a stream's queue holds
 _LOAD_ROUNDS = 2  # not timed: after them the GPU's clock is that of a GPU under load
 _LARGEST_ERROR = 6e-3  # relative to the norm of the result
 _Line = dict[str, Any]
+_Parts = Sequence[tuple[Sequence[str], Callable[[Mapping[str, _Line]], list[str]]]]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,15 @@ class Options(harness.experiment.Options):
 
 
 class Products(Trial):
-    """One exchange and shape: calls take turns with copies of the operands, which no cache holds together."""
+    """One exchange and shape: calls take turns with copies of the operands, which no cache holds together.
+
+    Attributes:
+        alone: methods that exchange nothing.
+        own: methods that add up whole numbers exactly.
+    """
+
+    alone: ClassVar[tuple[str, ...]] = ("gemm", "cublas")
+    own: ClassVar[tuple[str, ...]] = ("gemm", *ALGORITHMS)
 
     def __init__(self, world: World, methods: Sequence[str], exchange: str, name: str) -> None:
         self._shape = shape_named(name)
@@ -143,7 +151,7 @@ class Products(Trial):
         """Return where a method leaves its result; symm_mem leaves it elsewhere."""
         if name in ALGORITHMS:
             return self._results[copy]
-        in_place = name in _ALONE or self._exchange == "all_reduce"
+        in_place = name in self.alone or self._exchange == "all_reduce"
         return (self._products if in_place else self._received)[copy]
 
     # ---- checks ------------------------------------------------------------------------------------------------------
@@ -155,12 +163,12 @@ class Products(Trial):
             alone, exchanged = self._expected(copy, whole=whole)
             operands = self._drawn(self._world.rank, 0, whole=True) if whole else self._operands[copy]
             for name in self.methods:
-                want = alone if name in _ALONE else exchanged
+                want = alone if name in self.alone else exchanged
                 call = functools.partial(self._run, name, copy, *operands)
                 result = poisoned(self._world, self._out(name, copy), call)
                 if name == "auto":
                     self._choice = self._operator.last_choice._asdict()
-                if whole and _is_own(name) and bits_differ(result, want.to(DTYPE)):
+                if whole and name in self.own and bits_differ(result, want.to(DTYPE)):
                     failures.append(f"{name}, whole numbers: other bits than the exact ones")
                 error = float((result.float() - want).norm() / want.norm())
                 largest = max(largest, math.inf if math.isnan(error) else error)
@@ -185,18 +193,16 @@ class Products(Trial):
     def check_replays(self, subjects: Mapping[str, Subject]) -> list[str]:
         """Compare graphs of the operators with plain calls on the last copy, which comes last in them."""
         failures = []
-        for name in filter(_is_own, subjects):
-            if replay_differs(self._world, self._out(name, -1), self.calls(name)[-1], subjects[name]):
+        for name in self.own:
+            if name in subjects and replay_differs(
+                self._world, self._out(name, -1), self.calls(name)[-1], subjects[name]
+            ):
                 failures.append(f"{name}, a replay gives other bits than a call")
         return failures
 
     def measured(self, name: str, calls: int) -> dict[str, Any]:
         about = {"copies": len(self._operands), "calls_per_graph": calls}
         return {**about, "choice": self._choice} if name == "auto" else about
-
-
-def _is_own(name: str) -> bool:
-    return name == "gemm" or name in ALGORITHMS
 
 
 class GemmExchange(Experiment[tuple[str, str]]):
@@ -212,6 +218,7 @@ class GemmExchange(Experiment[tuple[str, str]]):
     tuned_methods = tunable = traced_methods = ("fused",)
     correct = "correct: exact for whole numbers; within {largest_error:.1e} of fp32, relative to the result's norm"
     note = "; bf16"
+    trial: ClassVar[type[Products]] = Products
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -265,7 +272,7 @@ class GemmExchange(Experiment[tuple[str, str]]):
         yield from self.options.cases
 
     def prepare(self, case: tuple[str, str]) -> Products:
-        return Products(self.world, self._methods, *case)
+        return self.trial(self.world, self._methods, *case)
 
     def time(self, trial: Products, subjects: Mapping[str, Subject]) -> dict[str, list[float]]:
         self.interleave(subjects, _LOAD_ROUNDS)
@@ -274,12 +281,17 @@ class GemmExchange(Experiment[tuple[str, str]]):
     # ---- what is shown -----------------------------------------------------------------------------------------------
 
     @classmethod
+    def parts(cls) -> _Parts:
+        """Return the columns of each table after the shape's, and what makes a row of them."""
+        return TABLES
+
+    @classmethod
     def tables(cls, lines: Sequence[_Line]) -> Iterable[Any]:
         for pes in unique(select(lines, "time"), "pes"):
             groups = right_times(lines, pes, ("exchange", "shape_name"))
             for exchange in unique(select(lines, "time", pes=pes), "exchange"):
                 own = {name: by_method for (one, name), by_method in groups.items() if one == exchange}
-                for columns, cells in TABLES:
+                for columns, cells in cls.parts():
                     block = (list(own), [cells(by_method) for by_method in own.values()])
                     yield case_table(f"us, gemm_{exchange}, {pes_text(pes)}", ("M x K x N",), columns, [block])
 
@@ -310,7 +322,7 @@ def _draw_times(axes: Any, times: Mapping[int, Mapping[str, _Line]]) -> None:
     for method in METHODS:
         own = {rows: by_method[method] for rows, by_method in times.items() if method in by_method}
         if own:
-            style, label = "o-" if _is_own(method) else "o--", next(iter(own.values()))["label"]
+            style, label = "o-" if method in Products.own else "o--", next(iter(own.values()))["label"]
             axes.plot(list(own), [line["us"] for line in own.values()], style, markersize=3, label=label)
     limits = [next(iter(by_method.values()))["limit_us"] for by_method in times.values()]
     axes.plot(list(times), limits, "k:", label="link")
@@ -369,6 +381,6 @@ _TIMES = (
     *("fused", "auto", "link", "fused /\nGEMM", SPEEDUP),
 )
 _MODEL = ("fused", "fused,\npredicted", "unfused", "unfused,\npredicted", "auto", "auto\ntakes")
-TABLES = ((_TIMES, time_cells), (_MODEL, model_cells))  # columns after the shape's, and a row of them
+TABLES: _Parts = ((_TIMES, time_cells), (_MODEL, model_cells))
 
 main = functools.partial(run_benchmark, GemmExchange)

@@ -1,4 +1,4 @@
-"""Import folders of the tests: their shared modules, the examples, benchmarks and scripts."""
+"""Import folders of the tests: their shared modules, the examples, benchmarks and scripts; and of the interpreter."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ struct Kernel {
     if constexpr (kConfig.is_mean) {
       tile.template for_each_eight<1>(part, [&](int, int, float (&values)[1][8]) {
         PO_UNROLL
-        for (float& value : values[0]) value *= call.scale;
+        for (float& value : values[0]) value = rounded_product(value, call.scale);
       });
     }
     if constexpr (kConfig.bias) {

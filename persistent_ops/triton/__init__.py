@@ -19,3 +19,11 @@ from .device import (
 )
 from .explain import explain as explain
 from .operator import TritonOperator as TritonOperator, operator as operator, tune as tune
+from .transfer import (
+    Piece as Piece,
+    Transfer as Transfer,
+    finish_transfer as finish_transfer,
+    first_piece as first_piece,
+    move_piece as move_piece,
+    no_transfer as no_transfer,
+)

@@ -146,9 +146,7 @@ def problem_of(asm: Mapping[str, Any], metadata: Any) -> str:
         return "warp_specialize is not supported: a signal would cover the stores of one partition"
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         return "scratch memory (of device-side tensor descriptors) is not supported: pass host-side descriptors"
-    ptx = asm["ptx"]
-    stores_in_bulk = any("cp.async.bulk" in line and ".global.shared" in line for line in ptx.splitlines())
-    if stores_in_bulk and not re.search(r"cp\.async\.bulk\.wait_group\s", ptx):
+    if "cp.async.bulk.wait_group.read" in asm["ptx"]:
         return (
             "it stores by a tensor descriptor, which a signal does not cover without a full wait "
             "(cp.async.bulk.wait_group 0): use tl.store or put_block"

@@ -6,6 +6,9 @@ of them in the compiled code.
 
 A scalar load is made by each thread, so it may give each thread another value of a word that changes. What decides a
 branch comes from `_look`, which one thread loads for all.
+
+No function is `noinline`. Triton gives a called function shared memory that its caller uses (until 3.9, triton PR
+11267), and puts no barrier in front of what it does there first (triton issue 11326).
 """
 
 from __future__ import annotations
@@ -133,7 +136,7 @@ def _release(address, value, unless):
             @q st.release.sys.global.u64 [$1], $2;
             mov.u32 $0, 0;
             }""",  # @release-one-thread
-            "=r,l,l,l",
+            "=r,l,l,l",  # @release-order
             [address.to(tl.int64), value.to(tl.int64), unless.to(tl.int64)],
             dtype=tl.int32,
             is_pure=False,
@@ -150,7 +153,7 @@ def _clock():
         threads: tl.constexpr = tl.extra.cuda.num_threads()
         times = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer; // $1",
-            "=launch,r",
+            "=l,r",
             [tl.arange(0, threads)],
             dtype=tl.int64,
             is_pure=False,
@@ -333,7 +336,7 @@ def _side_to_tell(launch, blamed, accuser):
     return side
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def _raise_abort(launch, kind, phase, peer, index, seen, waited):
     """See raise_abort of cuda/comm/launch.cuh."""
     claimed = tl.atomic_xchg(
@@ -381,7 +384,7 @@ def _give_up(launch, kind: tl.constexpr, blamed, index, seen):
     _raise_abort(launch, tl.full([], kind, tl.int32), tl.full([], _CREDIT, tl.int32), blamed, index, seen, zero)
 
 
-@triton.jit(noinline=True)
+@triton.jit
 def _peer_gave_up(launch):
     """If a peer gave up this epoch or an earlier one, give up as well, and pass on which PE it blames."""
     has = tl.full([], 0, tl.int1)
@@ -418,8 +421,8 @@ def _has_word(launch, pe, index):
 # ---- waiting --------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(noinline=True)
-def _await_longer(launch, address, peer, phase, index):
+@triton.jit
+def _await_longer(launch, address, peer, phase, index):  # @inlined
     """Look again, until the word has reached this epoch or the launch is given up: `await` of cuda/comm/launch.cuh."""
     first = tl.full([], 0, tl.int64)
     if launch.team.dtype.element_ty == tl.int32:
@@ -440,7 +443,8 @@ def _await_longer(launch, address, peer, phase, index):
                 if (started == 0) | ((said & _SAID_PREPARING) != 0):  # @wait-preparing
                     started = now
                 is_lost = ((said | _host_says(launch, launch.rank)) & _SAID_LOST) != 0  # @wait-lost
-                is_late = (now - started > _field(launch, _TIMEOUT)) & (peer != launch.rank)  # @wait-bound
+                waited = (now - started) // tl.where(peer == launch.rank, 2, 1)  # a PE is not to blame for a late peer
+                is_late = waited > _field(launch, _TIMEOUT)  # @wait-bound
                 is_over = is_lost | is_late
                 if is_over & was_over:  # at first it looks again: it may not have run since its last look
                     kind = tl.where(is_lost, _PEER_LOST, _TIMED_OUT)
@@ -469,6 +473,15 @@ def _await(launch, address, peer, phase, index):
 
 
 @triton.jit
+def _see_in_tile_copies():
+    """Let loads by tensor descriptors see what was acquired: they go through another proxy (PTX ISA, "Async proxy")."""
+    if not _INTERPRETED and tl.target_info.cuda_capability_geq(9):
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def wait(launch, pe, index, phase):
     """Wait for the word `index` that PE `pe` signals to this PE; see what it has put before.
 
@@ -488,6 +501,7 @@ def wait(launch, pe, index, phase):
     if came:
         seen = _await(launch, _ready_word(launch, launch.rank, pe, index), pe, phase, index)
         came = _epoch_of(seen) >= launch.epoch
+        _see_in_tile_copies()  # @wait-proxy
     return came
 
 
@@ -616,7 +630,7 @@ def get_block(launch, pe, offset, rows, cols, stride, dtype: tl.constexpr, mask)
         dtype: of the matrix.
     """
     pointers = peer_ptr(launch, pe, offset, dtype) + rows.to(tl.int64)[:, None] * stride + cols[None, :]
-    return tl.load(tl.multiple_of(pointers, (1, 16)), mask=mask, other=0.0)
+    return tl.load(tl.multiple_of(pointers, (1, 16)), mask=mask, other=0.0)  # @get-width
 
 
 @triton.jit
@@ -650,7 +664,8 @@ def leave(launch, out, nbytes):
         nbytes: of the output.
     """
     tl.debug_barrier()  # @depart-barrier
-    departed = tl.atomic_add(_words(_local(launch, _DEPARTED)), tl.full([], 1, tl.int64), sem="acq_rel", scope="gpu")
+    one = tl.full([], 1, tl.int64)
+    departed = tl.atomic_add(_words(_local(launch, _DEPARTED)), one, sem="acq_rel", scope="gpu")  # @depart-order
     if departed + 1 == tl.num_programs(0):
         if is_aborted(launch):  # @poison
             halves = out.to(tl.int64).to(tl.pointer_type(tl.int16))

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from typing import NamedTuple
 
-from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 
 from .operator import TritonOperator
 
@@ -53,9 +53,9 @@ def explain(op: TritonOperator) -> None:
 
 
 def code_of(ptx: str) -> Code:
-    """Return what a kernel's code does; only the kernel itself, not the functions for waits that take longer."""
+    """Return what a kernel's code does."""
     found = re.search(r"\.entry (\w+)\(.*?-- End function", ptx, re.DOTALL)
-    target = re.search(r"\.target (\w+)", ptx)
+    target = re.search(r"\.target (sm_(\d+)\w*)", ptx)
     assert found is not None and target is not None
     widths = {"ld": Counter[int](), "st": Counter[int]()}
     for kind, vector, bits in _BYTES.findall(found.group(0)):
@@ -63,7 +63,8 @@ def code_of(ptx: str) -> Code:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target.group(1)}", file.name, "-o", "/dev/null"]
+        ptxas = get_ptxas(int(target.group(2))).path
+        command = [ptxas, "-v", f"--gpu-name={target.group(1)}", file.name, "-o", "/dev/null"]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     own = told[told.index(f"Function properties for {found.group(1)}") :]
     spilled, registers = re.search(r"(\d+) bytes spill stores", own), re.search(r"Used (\d+) registers", told)

@@ -160,6 +160,9 @@ class TritonOperator:
     def __call__(self, *arguments: Any, **options: Any) -> torch.Tensor:
         return self._call(_world.for_call(), None, arguments, options)
 
+    def __reduce__(self) -> str:
+        return str(self.__qualname__)  # type: ignore[attr-defined]  # pickled by name, as a function is
+
     def __repr__(self) -> str:
         return f"<Triton operator {self.__name__}>"  # type: ignore[attr-defined]
 

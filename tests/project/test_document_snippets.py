@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from folders import INTERPRETER
 from worlds import python_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,7 +27,8 @@ PROGRAMS = [  # programs of one file: an import of `train` needs another block
 @pytest.mark.parametrize(("path", "program"), PROGRAMS)
 def test_programs_of_documents_run(path: Path, program: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    folders = f"{INTERPRETER}{os.pathsep}{python_path()}" if "import triton" in program else python_path()
+    environment = os.environ | {"PYTHONPATH": folders, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
@@ -40,4 +42,5 @@ def test_programs_of_documents_run(path: Path, program: str, tmp_path: Path) -> 
 
 
 def test_programs_are_found() -> None:
-    assert {"training_dlrm.md", "tensor_parallel.md", "memory.md"} <= {each.values[0].name for each in PROGRAMS}
+    found = {each.values[0].name for each in PROGRAMS}
+    assert {"training_dlrm.md", "tensor_parallel.md", "memory.md", "triton.md"} <= found

@@ -14,7 +14,7 @@ import pytest
 import persistent_ops as po
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
-OPEN = re.compile(r"persistent_ops(\.nn|\.testing(\.\w+)?)?")  # modules whose names anybody may import
+OPEN = re.compile(r"persistent_ops(\.nn|\.triton|\.testing(\.\w+)?)?")  # modules whose names anybody may import
 
 
 def public() -> dict[str, Any]:
