@@ -17,8 +17,8 @@ from persistent_ops.testing.pes import run_on_pes
 @triton.jit
 def all_gather(team, out, x, N, BLOCK: tl.constexpr):
     launch = pot.begin(team, out)
-    for step in range(1, launch.size + 1):  # own row last
-        pe = (launch.rank + step) % launch.size
+    for step in range(1, launch.size + 1):
+        pe = (launch.rank + tl.program_id(0) + step) % launch.size  # work-groups begin with different PEs
         at = pot.await_credit(launch, pe)
         if at >= 0:
             for i in range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0)):
