@@ -142,7 +142,7 @@ class TritonGemmAllToAll(GemmExchange):
 
 
 COLUMNS = (
-    *("Triton\nGEMM", "cuBLAS\nalone", "Triton GEMM\n+ NCCL", "cuBLAS +\nNCCL", "gemm_all\n_to_all", "Triton,\nfused"),
+    *("Triton\nGEMM", "cuBLAS\nalone", "Triton GEMM\n+ NCCL", "cuBLAS +\nNCCL", "CUDA,\nfused", "Triton,\nfused"),
     *("link", "fused /\nTriton GEMM", SPEEDUP),
 )
 

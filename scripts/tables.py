@@ -30,6 +30,7 @@ import gemm_exchange
 import gemv.methods
 import row_parallel_linear
 import sparse.methods
+import triton_gemm_all_to_all
 from embedding_step.methods import PHASES
 from public_names import public_names, summary_of
 from run_records import (
@@ -276,6 +277,13 @@ def _gemm_exchange_tables(run: Run) -> list[str]:
     return tables
 
 
+def _triton_tables(run: Run) -> list[str]:
+    by_shape = _by(select(run.lines, "time"), "shape_name")
+    rows = [[f"`{shape}`", *triton_gemm_all_to_all.cells(by_method)] for shape, by_method in by_shape.items()]
+    names = [column.replace("\n", " ") for column in triton_gemm_all_to_all.COLUMNS]
+    return [_table([f"us, {pes_text(run.pes)}", *names], rows)]
+
+
 def _all_reduce_tables(run: Run) -> list[str]:
     return [_sums_table(run, norms=norms) for norms in (False, True)]
 
@@ -391,6 +399,7 @@ _TABLES: dict[str, Callable[[Run], list[str]]] = {
     "sparse_all_reduce": _sparse_tables,
     "decode_loop": _decode_tables,
     "sparse_embedding_train": _train_tables,
+    "triton_gemm_all_to_all": _triton_tables,
 }
 
 
