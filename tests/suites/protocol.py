@@ -65,6 +65,7 @@ class ProtocolSuite:
         deaths, deaths_on_gpus: how PE 1 dies ("killed", "stopped"), in which way; on GPUs both.
         noticed_within: seconds until the survivors of a stopped PE know, whose kernels wait for 3.
         names_the_dead: whether all survivors name the dead PE, or one (a survivor may wait for another survivor).
+        lateness: seconds by which a PE comes late to a launch of the host backend, which takes far less.
         transports: options of po.init, as pytest's parameters.
         run_pes: runs a program on PEs, as `worlds.run_pes` does.
     """
@@ -81,6 +82,7 @@ class ProtocolSuite:
     deaths_on_gpus: ClassVar[Sequence[tuple[str, str]]] = ()
     noticed_within: ClassVar[float] = 12.0
     names_the_dead: ClassVar[bool] = True
+    lateness: ClassVar[float] = 0.1
     transports: ClassVar[Sequence[Any]] = TRANSPORTS
     run_pes = staticmethod(run_pes)
 
@@ -176,7 +178,7 @@ class ProtocolSuite:
         """Trace calls to which PE 1 comes late."""
         po.init(backend, operator_timeout=30.0, heap_size=cls.heap_bytes, **options)
         right = [cls.checked(0, each) for each in cls.ways]
-        lateness = 0.1 if backend == "host" else 0.3  # dozens of processes that share a GPU run in turn there
+        lateness = cls.lateness if backend == "host" else 0.3  # dozens of processes that share a GPU run in turn there
         with po.trace(folder / "timeline.json") as timeline:
             for number in range(3):
                 for way in cls.ways:

@@ -28,6 +28,7 @@ class TestFaults(ProtocolSuite):
     transports: ClassVar = [pytest.param({}, id="direct")]
     heap_bytes = HEAP_BYTES
     patience = 2.0
+    lateness = 0.5
     absences = (("out", "auto"),)
     mismatches: ClassVar = {
         "contract": _other("N is ", "72 on PE 1", shape=(6, 72), out_shape=(18, 80)),
