@@ -24,7 +24,9 @@ ready := $(VENV)/.ready
 endif
 cxx_sources = $(shell find cuda tests -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp')
 
-.PHONY: help demo test test-all test-many test-memory test-gpu lint format clean
+triton_releases = 3.6.0 3.7.0 3.7.1 3.8.0 3.9.0
+
+.PHONY: help demo test test-all test-many test-memory test-triton test-gpu lint format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +45,13 @@ test-many: $(ready) ## run every operator with 128 and 256 PEs on the host, on a
 
 test-memory: $(ready) ## run the operators' tests on the host with kernels under AddressSanitizer, in guarded heaps
 	$(py) tests/guarded_heap.py -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-triton: $(ready) $(triton_releases:%=$(VENV)/triton/%) ## read what each supported release of Triton compiles
+	for release in $(triton_releases); do echo "Triton $$release"; \
+	PYTHONPATH="$(abspath $(VENV))/triton/$$release$${PYTHONPATH:+:$$PYTHONPATH}" $(py) -m pytest tests/triton/test_ptx.py $(PYTEST_ARGS); done
+
+$(VENV)/triton/%: | $(ready)
+	$(py) -m pip install --quiet --no-deps --target "$@" "triton==$*"
 
 # A rehearsal without GPUs compiles what the tests will load on the cores that these leave idle (tests/rehearsal.py): what
 # does not compile there, or is not compiled yet, the tests compile themselves. Meanwhile many worlds side by side, the

@@ -61,4 +61,6 @@ if ! has_gpu && has_torch_of_peers; then
         "$venv/bin/python" -m pip uninstall --quiet --yes "${peers[@]%%==*}" 2>/dev/null || true
     fi
 fi
+# Triton's interpreter needs an older numpy, which PEs that it runs find by PYTHONPATH.
+"${pip[@]}" --no-deps --upgrade --target "$venv/interpreter" "numpy<2.4"
 say "$venv is ready"

@@ -144,6 +144,8 @@ def problem_of(asm: Mapping[str, Any], metadata: Any) -> str:
         return "num_ctas above 1 is not supported: a signal would cover the stores of one CTA of the cluster"
     if "ttg.warp_specialize" in asm["ttgir"]:
         return "warp_specialize is not supported: a signal would cover the stores of one partition"
+    if "tt.call" in asm["ttgir"]:
+        return "noinline functions are not supported: Triton gives them shared memory that their caller uses"
     if metadata.global_scratch_size or metadata.profile_scratch_size:
         return "scratch memory (of device-side tensor descriptors) is not supported: pass host-side descriptors"
     if "cp.async.bulk.wait_group.read" in asm["ptx"]:

@@ -105,7 +105,8 @@ class TritonOperator:
     Raises:
         ValueError, TypeError: an argument; more work-groups than the GPU holds at once.
         NotImplementedError: a gradient is asked for; PEs that do not reach each other's memory; code whose order is not
-            known: `num_ctas` above 1, `warp_specialize`, bulk stores without a full wait; no interpreter on the host.
+            known: `num_ctas` above 1, `warp_specialize`, `noinline`, bulk stores without a full wait; no interpreter on
+            the host.
         RuntimeError: a CUDA-graph capture meets arguments that were not called before.
         SymmetricHeapError: no room for the output.
         IndexError: `signal` or `wait` with an index that is too large; from the next call, or `po.check()`.

@@ -179,10 +179,10 @@ class WorkGroup:
             self.events.append(Event(op, tuple(self._threads)))
         elif base == "fence":
             self.events.append(Event(op, tuple(self._threads[active])))
-        elif base in ("ld", "st", "atom", "red") or op.startswith("cp.async.cg"):
+        elif base in ("ld", "st", "atom", "red"):
             self._access(base, parts, instruction, active)
-        elif base != "cp":  # else it commits a group, or waits for groups
-            self._write(operands[0], self._computed(operands, base, parts), active)
+        else:
+            self._write(operands[0], self._computed(operands, base, parts), active, parts[-1])
 
     # ---- registers ---------------------------------------------------------------------------------------------------
 
@@ -206,12 +206,11 @@ class WorkGroup:
             found = np.zeros_like(self._threads) + found
         return _typed(found, kind)
 
-    def _write(self, name: str, value: Any, active: Any) -> None:
-        if name.startswith("{"):  # parts of a longer word
-            parts = name.strip("{} ").split(",")
-            bits = 64 // len(parts)
-            for number, part in enumerate(parts):
-                self._write(part.strip(), _typed(value >> number * bits, f"s{bits}"), active)
+    def _write(self, name: str, value: Any, active: Any, kind: str = "b64") -> None:
+        if name.startswith("{"):  # the halves of a word
+            bits = int(kind[1:]) // 2
+            for number, part in enumerate(_names(name)):
+                self._write(part, _typed(value >> number * bits, f"s{bits}"), active)
         elif name != "_":
             self._registers[name] = np.where(active, value, self._registers.get(name, np.zeros_like(value)))
 
@@ -219,8 +218,9 @@ class WorkGroup:
         """Return the result of an instruction whose first operand takes it."""
         kind, (first, *others) = parts[-1], operands[1:]
         if base == "mov" and first.startswith("{"):
-            low, high = (self._value(each.strip(), "u32") for each in first.strip("{} ").split(","))
-            return low | high << 32
+            bits = int(kind[1:]) // 2
+            low, high = (self._value(each, f"u{bits}") for each in _names(first))
+            return _typed(low | high << bits, f"s{kind[1:]}")
         if base == "setp":
             result = _COMPARE[parts[0]](self._value(first, kind), self._value(others[0], kind))
             return result & self._value(others[1], "pred") if parts[1] == "and" else result
@@ -228,11 +228,7 @@ class WorkGroup:
             return np.where(self._value(others[1], "pred"), self._value(first), self._value(others[0]))
         value = self._value(first, kind)
         if kind == "pred":
-            return (
-                {"mov": value, "not": ~value}[base]
-                if not others
-                else _COMPUTE[base](value, self._value(others[0], kind))
-            )
+            return _COMPUTE[base](value, self._value(others[0], kind)) if others else value ^ (base == "not")
         if base == "shfl":
             lane = int(others[0], 0)
             result = value[{"bfly": self._threads ^ lane, "idx": self._threads // _WARP * _WARP + lane}[parts[1]]]
@@ -257,36 +253,26 @@ class WorkGroup:
         if "param" in parts:
             self._write(operands[0], np.zeros_like(self._threads) + self._arguments[operands[1].strip("[]")], active)
             return
-        threads, size = self._threads[active], 8
-        addresses = [self._address(each)[active] for each in operands if each.startswith("[")]
+        threads, is_global = self._threads[active], "global" in parts
+        (addresses,) = (self._address(each)[active] for each in operands if each.startswith("["))
         names = [each for each in operands if not each.startswith("[")]
-        if base == "cp":  # from global to shared memory
-            nbytes = int(names[0], 0)
-            self.events.append(Event(op, tuple(threads), tuple(addresses[1].tolist()), nbytes))
-            self._shared.store(threads, addresses[0], self._memory.load(addresses[1], nbytes))
-            return
-        registers, size = [each.strip() for each in names[0].strip("{} ").split(",")], int(parts[-1][1:]) // 8
+        registers, size = _names(names[0]), int(parts[-1][1:]) // 8
         nbytes = size * len(registers)
-        if "global" in parts:
-            self.events.append(Event(op, tuple(threads), tuple(addresses[0].tolist()), nbytes))
+        if is_global:
+            self.events.append(Event(op, tuple(threads), tuple(addresses.tolist()), nbytes))
         if base == "st":
             data = np.concatenate([_bytes(self._value(each)[active], size) for each in registers], axis=1)
-            if "global" in parts:
-                self._memory.store(addresses[0], data)
+            if is_global:
+                self._memory.store(addresses, data)
             else:
-                self._shared.store(threads, addresses[0], data)
+                self._shared.store(threads, addresses, data)
         elif base == "ld":
-            found = (
-                self._memory.load(addresses[0], nbytes)
-                if "global" in parts
-                else self._shared.load(threads, addresses[0], nbytes)
-            ).view(f"i{size}")
+            found = self._memory.load(addresses, nbytes) if is_global else self._shared.load(threads, addresses, nbytes)
             for number, register in enumerate(registers):
-                self._write_some(register, found[:, number], active)
+                self._write_some(register, found.view(f"i{size}")[:, number], active)
         else:
-            found = [
-                self._replaced(parts, *each) for each in zip(addresses[0], self._value(names[-1])[active], strict=True)
-            ]
+            operands_of = zip(addresses, self._value(names[-1])[active], strict=True)
+            found = [self._replaced(parts, *each) for each in operands_of]
             if base == "atom":
                 self._write_some(registers[0], found, active)
 
@@ -307,6 +293,11 @@ class WorkGroup:
         found = re.fullmatch(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\w+))?\s*\]", text)
         assert found is not None, text
         return self._value(found.group(1)) + int(found.group(2) or "0", 0)
+
+
+def _names(text: str) -> list[str]:
+    """Return the registers of an operand: one, or those between braces."""
+    return [each.strip() for each in text.strip("{} ").split(",")]
 
 
 def _typed(value: Any, kind: str) -> Any:

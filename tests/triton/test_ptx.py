@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from device_mutations import SOURCE, TAG, mutated
 from ptx import Instruction, compiled, ptxas_report, read
+from ptx_kernels import kernels_of
 from ptx_launch import EPOCH, FLAG, PEER, RANK, SIZE, Launch, flag_of
 from ptx_work_group import Event, answers
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from persistent_ops.triton import device
-from persistent_ops.triton.compiled import problem_of
+from persistent_ops.triton.compiled import Compiled, problem_of
 
 RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 INDEX = 3  # of the word that is signaled
@@ -47,101 +48,9 @@ TYPES = {"team": "*i64", "out": "*bf16", "x": "*bf16", "came": "*i64", "rows": "
 
 
 @functools.cache
-def kernels(pot: ModuleType) -> SimpleNamespace:
-    """Return kernels that use the device functions of a module."""
-
-    @triton.jit
-    def exchange(team, out, x, came, rows, stride):
-        """Send a block to the next PE, wait for one and get one."""
-        launch = pot.begin(team, out)
-        peer = (launch.rank + 1) % launch.size
-        row, col = tl.arange(0, 16), tl.arange(0, 64)
-        mask = tl.broadcast_to((row < rows)[:, None], (16, 64))
-        at = pot.await_credit(launch, peer)
-        if at >= 0:
-            value = tl.load(x + row[:, None] * 64 + col[None, :])
-            pot.put_block(launch, peer, at, row, col, stride, value, mask)
-            pot.signal(launch, peer, 3)
-        arrived = pot.wait(launch, peer, 3, 16)
-        tl.store(came, arrived.to(tl.int64))
-        if arrived:
-            block = pot.get_block(launch, peer, pot.offset_of(launch, x), row, col, stride, tl.bfloat16, mask)
-            tl.store(out + row[:, None] * 64 + col[None, :], block)
-        pot.await_all_credits(launch)
-        pot.leave(launch, out, 2048)
-
-    @triton.jit
-    def misdirect(team, out):
-        """Signal with an index that no word has."""
-        launch = pot.begin(team, out)
-        pot.signal(launch, 2, 99)
-
-    @triton.jit
-    def fill(team, out):
-        """Store something at the end."""
-        launch = pot.begin(team, out)
-        tl.debug_barrier()  # what follows reuses shared memory without another one
-        tl.store(out + tl.arange(0, 128), tl.full([128], 1, tl.bfloat16))
-        pot.leave(launch, out, 256)
-
-    @triton.jit
-    def copy(team, out, stride):
-        """Get a block from a PE, and put it to another one."""
-        launch = pot.begin(team, out)
-        row, col = tl.arange(0, 16), tl.arange(0, 64)
-        mask = tl.broadcast_to((row < launch.size)[:, None], (16, 64))
-        block = pot.get_block(launch, 0, 0, row, col, stride, tl.bfloat16, mask)
-        pot.put_block(launch, 2, 0, row, col, stride, block, mask)
-
-    @triton.jit
-    def product(team, out, a, b, K, TMA: tl.constexpr):
-        """Wait for `a` and `b`, multiply them, send the product."""
-        launch = pot.begin(team, out)
-        row, col, at = tl.arange(0, 128), tl.arange(0, 128), tl.arange(0, 64)
-        acc = tl.zeros([128, 128], tl.float32)
-        if pot.wait(launch, 2, 0, 16):
-            for k in range(0, K, 64):
-                if TMA:
-                    acc = tl.dot(a.load([0, k]), b.load([0, k]).T, acc)
-                else:
-                    x = tl.load(a + row[:, None] * K + (k + at)[None, :])
-                    acc = tl.dot(x, tl.load(b + col[None, :] * K + (k + at)[:, None]), acc)
-        mask = tl.full([128, 128], 1, tl.int1)
-        pot.put_block(launch, 2, launch.output, row, col, 128, acc.to(tl.bfloat16), mask)
-        pot.signal(launch, 2, 0)
-
-    @triton.jit
-    def gemm_all_to_all(team, out, a, b, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-        launch = pot.begin(team, out)
-        rows = M // launch.size
-        across = tl.cdiv(N, BN)
-        tiles = tl.cdiv(rows, BM) * across  # for one PE
-        for i in range(tl.program_id(0), launch.size * tiles, tl.num_programs(0)):
-            pe = (launch.rank + 1 + i // tiles) % launch.size
-            row, col = i % tiles // across * BM, i % tiles % across * BN
-            acc = tl.zeros([BM, BN], tl.float32)
-            for k in range(0, K, BK):
-                acc = tl.dot(a.load([pe * rows + row, k]), b.load([col, k]).T, acc)
-            at = pot.await_credit(launch, pe)
-            if at >= 0:
-                r, c = row + tl.arange(0, BM), col + tl.arange(0, BN)
-                mask = (r < rows)[:, None] & (c < N)[None, :]
-                pot.put_block(launch, pe, at, launch.rank * rows + r, c, N, acc.to(out.dtype.element_ty), mask)
-                pot.signal(launch, pe, i % tiles)
-        for i in range(tl.program_id(0), (launch.size - 1) * tiles, tl.num_programs(0)):
-            pot.wait(launch, (launch.rank + launch.size - 1 - i // tiles) % launch.size, i % tiles, 16)
-        pot.await_all_credits(launch)
-        pot.leave(launch, out, M * N * 2)
-
-    return SimpleNamespace(
-        **{kernel.fn.__name__: kernel for kernel in (exchange, misdirect, fill, copy, product, gemm_all_to_all)}
-    )
-
-
-@functools.cache
 def exchange_of(pot: ModuleType, warps: int = 4, *, is_traced: bool = False) -> Any:
     types = {**TYPES, "team": "*i32" if is_traced else "*i64"}
-    return compiled(kernels(pot).exchange, types, unaligned="stride", num_warps=warps)
+    return compiled(kernels_of(pot).exchange, types, unaligned="stride", num_warps=warps)
 
 
 def exchanged(pot: ModuleType, launch: Launch | None = None, warps: int = 4, *, is_traced: bool = False) -> Launch:
@@ -185,7 +94,7 @@ def places_of(events: list[Event], addresses: range | int, op: str) -> list[int]
 def widths(pot: ModuleType, op: str) -> set[int]:
     """Return how many bytes a thread accesses at once, in the kernel `copy`."""
     types = {"team": "*i64", "out": "*bf16", "stride": "i32"}
-    code = read(compiled(kernels(pot).copy, types, unaligned="stride").asm["ptx"])
+    code = read(compiled(kernels_of(pot).copy, types, unaligned="stride").asm["ptx"])
     found = [re.search(r"(?:\.v(\d))?\.\w(\d+)$", each.op) for each in code.instructions if has(each, op, "global")]
     return {int(each.group(1) or 1) * int(each.group(2)) // 8 for each in found if each}
 
@@ -225,7 +134,7 @@ def check_every_word_is_looked_at(pot: ModuleType) -> None:
         *(launch.grant(RANK, pe) for pe in others),
         *(launch.abort(RANK, pe) for pe in range(SIZE)),
     }
-    launch = launched(kernels(pot).misdirect)
+    launch = launched(kernels_of(pot).misdirect)
     assert places_of(launch.events, launch.input_error(), "ld")
 
 
@@ -251,7 +160,7 @@ def check_threads_agree_on_what_others_write(pot: ModuleType) -> None:
 
 
 def check_a_release_is_behind_a_barrier(pot: ModuleType) -> None:
-    for launch in (exchanged(pot), exchanged(pot, too_late()), launched(kernels(pot).misdirect)):
+    for launch in (exchanged(pot), exchanged(pot, too_late()), launched(kernels_of(pot).misdirect)):
         releases = [number for number, event in enumerate(launch.events) if has(event, "st", "release")]
         assert releases and all(follows_barrier(launch.events, number) for number in releases)
 
@@ -302,19 +211,20 @@ def check_a_wait_is_ordered_with_loads_by_tensor_descriptors(pot: ModuleType) ->
 
 
 def check_a_work_group_departs_behind_a_barrier(pot: ModuleType) -> None:
-    launch = launched(kernels(pot).fill)
+    launch = launched(kernels_of(pot).fill)
     (place,) = places_of(launch.events, launch.local("departed"), "atom")
     assert follows_barrier(launch.events, place)
 
 
 def check_a_departure_is_an_acquire_and_a_release(pot: ModuleType) -> None:
-    launch = launched(kernels(pot).fill)
+    launch = launched(kernels_of(pot).fill)
     (place,) = places_of(launch.events, launch.local("departed"), "atom")
     assert has(launch.events[place], "acq_rel", "gpu") and launch.events[place].threads == (0,)
 
 
 def check_nothing_is_called(pot: ModuleType) -> None:
-    assert ".func" not in exchange_of(pot).asm["ptx"]
+    kernel = exchange_of(pot)
+    assert problem_of(kernel.asm, kernel.metadata) == ""
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
@@ -329,7 +239,7 @@ def test_device_functions(check: Callable[[ModuleType], None]) -> None:
 A_CLOCK_OF_EACH_THREAD = (
     'return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)'
 )
-MUTATIONS: Mapping[str, tuple[str, str, Callable[[ModuleType], None]]] = {
+CHANGES: Mapping[str, tuple[str, str, Callable[[ModuleType], None]]] = {
     "look-acquire": (
         'tl.atomic_add(_words(address), tl.full([], 0, tl.int64), sem="acquire", scope="sys")',
         "tl.load(_words(address))",
@@ -356,12 +266,14 @@ MENDED = {"depart-barrier": (3, 9)}  # from which release on Triton does it by i
 
 
 def test_each_tag_has_a_mutation() -> None:
-    assert sorted(TAG.findall(SOURCE)) == sorted(MUTATIONS)
+    tags, tests = TAG.findall(SOURCE), "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert len(tags) == len({*tags}) and {*CHANGES} <= {*tags}
+    assert not [tag for tag in tags if f'"{tag}"' not in tests]
 
 
-@pytest.mark.parametrize("tag", MUTATIONS)
+@pytest.mark.parametrize("tag", CHANGES)
 def test_a_mutation_is_noticed(tag: str, tmp_path: Path) -> None:
-    old, new, check = MUTATIONS[tag]
+    old, new, check = CHANGES[tag]
     mutant = mutated(tmp_path, tag, old, new)
     if tag in MENDED and MENDED[tag] <= RELEASE:
         check(mutant)
@@ -384,7 +296,9 @@ def is_release(each: Instruction) -> bool:
 @pytest.mark.parametrize(("kind", "load"), [("*bf16", "cp.async.cg"), (descriptor(128, 64), "cp.async.bulk.tensor")])
 def test_a_product_is_between_its_wait_and_its_signal(kind: str, load: str) -> None:
     types = {"team": "*i64", "out": "*bf16", "a": kind, "b": kind, "K": "i32"}
-    code = read(compiled(kernels(device).product, types, TMA="desc" in kind, num_stages=3).asm["ptx"])
+    kernel = compiled(kernels_of(device).product, types, TMA="desc" in kind, num_stages=3)
+    Compiled(kernel)  # it takes its parameters as they are passed
+    code = read(kernel.asm["ptx"])
     loads = code.places(lambda each: each.op.startswith(load))
     assert loads and not loads & code.reached(0, lambda each: each.op == "fence.proxy.async.global")  # of `wait`
     puts = code.places(lambda each: has(each, "st", "global", "v4"))
@@ -395,7 +309,7 @@ def test_a_product_is_between_its_wait_and_its_signal(kind: str, load: str) -> N
 def test_a_gemm_has_no_spills_and_no_serialized_products() -> None:
     types = {"a": descriptor(128, 64), "b": descriptor(256, 64), "M": "i32", "N": "i32", "K": "i32"}
     kernel = compiled(
-        kernels(device).gemm_all_to_all,
+        kernels_of(device).gemm_all_to_all,
         {"team": "*i64", "out": "*bf16", **types},
         BM=128,
         BN=256,
@@ -449,6 +363,22 @@ def store_in_bulk(team, out, x, K, IN_LOOP: tl.constexpr):
     else:
         x.store([0, 0], tl.load(block))
         device._release(team, tl.full([], 1, tl.int64), team)
+
+
+@triton.jit
+def describe(team, out):
+    place = tl.arange(0, 64)
+    block = tl.make_tensor_descriptor(out, [64, 64], [64, 1], [64, 64]).load([0, 0])
+    tl.store(out + place[:, None] * 64 + place[None, :], block)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "says"),
+    [(describe, {}, "scratch memory"), (release_by_an_atomic, {"num_ctas": 2}, "num_ctas")],
+)
+def test_what_has_another_order_is_refused(kernel: Any, options: Mapping[str, Any], says: str) -> None:
+    with pytest.raises(NotImplementedError, match=says):
+        Compiled(compiled(kernel, {"team": "*i64", "out": "*bf16"}, **options))
 
 
 def test_a_look_whose_result_is_not_used_vanishes() -> None:
