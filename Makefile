@@ -48,7 +48,7 @@ test-memory: $(ready) ## run the operators' tests on the host with kernels under
 
 test-triton: $(ready) $(triton_releases:%=$(VENV)/triton/%) ## read what each supported release of Triton compiles
 	for release in $(triton_releases); do echo "Triton $$release"; \
-	PYTHONPATH="$(abspath $(VENV))/triton/$$release$${PYTHONPATH:+:$$PYTHONPATH}" $(py) -m pytest tests/triton/test_ptx.py $(PYTEST_ARGS); done
+	PYTHONPATH="$(abspath $(VENV))/triton/$$release$${PYTHONPATH:+:$$PYTHONPATH}" $(py) -m pytest tests/triton_operators/test_ptx.py $(PYTEST_ARGS); done
 
 $(VENV)/triton/%: | $(ready)
 	$(py) -m pip install --quiet --no-deps --target "$@" "triton==$*"
