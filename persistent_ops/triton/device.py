@@ -1,8 +1,8 @@
 """Device functions of Triton kernels that communicate: the protocol of cuda/comm/launch.cuh.
 
 All threads of a work-group come to every function here, and see the same results. Order between a kernel's threads and
-its peers is what Triton does not give by itself; docs/triton.md has the rules, and tests/triton_operators/test_ptx.py reads each
-of them in the compiled code.
+its peers is what Triton does not give by itself. docs/triton.md has the rules, and
+tests/triton_operators/test_ptx.py reads each of them in the compiled code.
 
 A scalar load is made by each thread, so it may give each thread another value of a word that changes. What decides a
 branch comes from `_look`, which one thread loads for all.
