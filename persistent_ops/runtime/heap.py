@@ -39,6 +39,13 @@ class _FreeList:
     def free_bytes(self) -> int:
         return sum(length for _, length in self._free)
 
+    def advice(self, nbytes: int) -> str:
+        """Return what to pass to `po.init`, so that the same calls, and this one, find room.
+
+        What lies at the bottom and at the top stays there, and the gap between both grows by what is asked for.
+        """
+        return f"pass heap_size={self.size + _rounded(nbytes)} or more to po.init()"
+
     def take(self, nbytes: int, *, from_top: bool) -> int | None:
         order = range(len(self._free) - 1, -1, -1) if from_top else range(len(self._free))
         for i in order:
@@ -109,11 +116,11 @@ class SymmetricHeap:
                 raise SymmetricHeapError(
                     f"the symmetric heap of PE {', '.join(full)} has no room for {nbytes} bytes "
                     f"(heap_size {self.free_list.size} bytes, {self.free_list.free_bytes} free on this PE): free "
-                    "tensors that are no longer needed, or pass a larger heap_size to po.init()"
+                    f"tensors that are no longer needed, or {self.free_list.advice(nbytes)}"
                 )
             raise SymmetricHeapError(
                 f"the PEs' heaps are too full for {nbytes} bytes at one offset: drop results that are no longer "
-                "needed, or pass a larger heap_size to po.init()"
+                f"needed, or {self.free_list.advice(nbytes)}"
             )
         assert offset is not None
         memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
@@ -362,7 +369,7 @@ class OutputPool:
             raise SymmetricHeapError(
                 f"the symmetric heap has no room for {nbytes} bytes more (heap_size {self._free_list.size} "
                 f"bytes, {self._free_list.free_bytes} free, {held} in results that are still held): drop results that "
-                "are no longer needed, or pass a larger heap_size to po.init()"
+                f"are no longer needed, or {self._free_list.advice(nbytes)}"
             )
         with _outside_of_modes():
             base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)

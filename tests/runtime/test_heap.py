@@ -137,8 +137,8 @@ def test_tensors_without_elements(backend: str) -> None:
     assert _run(_empty_tensors, 2, backend) == [[]] * 2
 
 
-def _full_on_one_pe(backend: str) -> list[str]:
-    po.init(backend, operator_timeout=20.0, heap_size=8 * MB)
+def _full_on_one_pe(backend: str, heap_size: int) -> list[str]:
+    po.init(backend, operator_timeout=20.0, heap_size=heap_size)
     rank = po.rank()
     tables = [torch.ones(4, 1024, device=po.device())]
     samples = 256  # 1 MB for PE 1 from each of two PEs, nothing for PE 0
@@ -156,10 +156,13 @@ def _full_on_one_pe(backend: str) -> list[str]:
 
 
 def test_exhaustion_on_one_pe_is_an_error_on_all(backend: str) -> None:
-    for error, after in _run(_full_on_one_pe, 2, backend):
+    for error, after in _run(_full_on_one_pe, 2, backend, 8 * MB):
         assert error.startswith("SymmetricHeapError: the symmetric heap of PE 1 has no room for 5242880 bytes")
-        assert "heap_size 8388608 bytes" in error and "larger heap_size" in error
+        assert "heap_size 8388608 bytes" in error and "pass heap_size=13631488 or more to po.init()" in error
         assert after == "usable"
+    assert (
+        _run(_full_on_one_pe, 2, backend, 13631488) == [["no error", "usable"]] * 2
+    )  # what the error has named is enough
 
 
 def _different_requests(backend: str) -> list[str]:
@@ -460,7 +463,7 @@ def test_results_that_are_held_can_fill_the_heap_and_idle_ones_make_room(backend
         assert "no room for 1048576 bytes more" in error and "results that are still held" in error
         held = re.search(r"(\d+) in results", error)
         assert held is not None and int(held.group(1)) in (6 * MB, 7 * MB, 8 * MB)
-        assert "drop results" in error and "heap_size" in error
+        assert "drop results" in error and "pass heap_size=9437184 or more" in error
 
 
 def _holds_unlike_results(backend: str) -> str:
