@@ -60,14 +60,19 @@ class InputRecord:
         """Let the next launch report; the last one has ended, or has reported."""
         self.struct.state = 0
 
-    def take(self) -> Exception | None:
-        """Return the error, once."""
+    def find(self) -> Exception | None:
+        """Return the error, where there is one."""
         if not self.struct.state:
             return None
         operator = kind_of(self.struct.operator_id)
         assert operator is not None
-        problem = operator.input_error(self.struct)
-        self.clear()
+        return operator.input_error(self.struct)
+
+    def take(self) -> Exception | None:
+        """Return the error, once."""
+        problem = self.find()
+        if problem is not None:
+            self.clear()
         return problem
 
 
@@ -292,7 +297,10 @@ class Workspace:
     def raise_failure(self) -> None:
         """Raise what made a launch give up; the world needs `recover`."""
         if self._failure is None and self._error.state:
-            self._failure = self._failures.describe(self._other_call)
+            failure = self._failures.describe(self._other_call)
+            if (problem := self._input.find()) is not None:  # which may be why peers, and so this PE, have waited
+                failure = type(failure)(f"{failure} This PE has also found: {type(problem).__name__}: {problem}")
+            self._failure = failure
             self.changes.give_up()
         if self._failure is not None:
             raise to_raise(self._failure)

@@ -401,9 +401,9 @@ def _peer_gave_up(launch):
 
 @triton.jit
 def _has_word(launch, pe, index):
-    """Return whether a pair of PEs has a word of this index; report that it has none."""
+    """Return whether this PE and `pe` have a word of this index; report that they have none."""
     limit = _field(launch, _READY_STRIDE)
-    has = (index >= 0) & (index < limit)  # @word-in-range
+    has = (index >= 0) & (index < limit) & (pe >= 0) & (pe < launch.size)  # @word-in-range
     if has == 0:
         claimed = tl.atomic_xchg(_words(_local(launch, _INPUT_CLAIMED)), launch.epoch, sem="acq_rel", scope="gpu")
         record = _field(launch, _INPUT_ERROR)
@@ -411,7 +411,7 @@ def _has_word(launch, pe, index):
             _store(record + _I_KIND, NO_SUCH_WORD)
             _store(record + _I_OPERATOR, _field(launch, _CONTRACT))
             _store(record + _I_OUTER, pe)
-            _store(record + _I_INNER, 0)
+            _store(record + _I_INNER, launch.size)
             _store(record + _I_VALUE, index)
             _store(record + _I_LIMIT, limit)
             _release(record + _I_STATE, tl.full([], 1, tl.int64), _always(launch))
@@ -637,7 +637,7 @@ def get_block(launch, pe, offset, rows, cols, stride, dtype: tl.constexpr, mask)
 def signal(launch, pe, index):
     """Let a peer's `wait` pass: all that this work-group has stored before is there then.
 
-    Nothing is signalled after the launch was given up.
+    Nothing is signaled after the launch was given up.
 
     Args:
         launch: as `begin` returns it.

@@ -109,7 +109,8 @@ class TritonOperator:
             the host.
         RuntimeError: a CUDA-graph capture meets arguments that were not called before.
         SymmetricHeapError: no room for the output.
-        IndexError: `signal` or `wait` with an index that is too large; from the next call, or `po.check()`.
+        IndexError: `signal` or `wait` with an index that is too large, or for a PE that there is not; from the next
+            call, or `po.check()`.
         PeerTimeoutError, PeerLostError, ContractMismatchError: as of every operator; the output is NaN.
 
     Collective, on the current stream. The first call with arguments of new dtypes, alignments or contract compiles;
@@ -349,6 +350,8 @@ def _spec_of_int(value: int) -> tuple[str, bool, bool, bool]:
 
 
 def _no_such_word(record: ctypes.Structure) -> Exception:
+    if not 0 <= record.outer < record.inner:
+        return IndexError(f"signal or wait for PE {record.outer}: expected 0 to {record.inner - 1}")
     return IndexError(
         f"signal or wait with index {record.value}, for PE {record.outer}: expected 0 to {record.limit - 1}, the words "
         "that a PE has for each peer"

@@ -22,7 +22,7 @@ import pytest
 import torch
 from device_mutations import mutated
 from interpreters import interpreting, run_interpreters
-from triton_cases import HEAP_BYTES, SHAPE, added, gather, numbers_of, one_word, total
+from triton_cases import HEAP_BYTES, SHAPE, added, gather, misdirected, numbers_of, one_word, total
 from worlds import error_of, init_with_impatient_kernels
 
 import persistent_ops as po
@@ -296,6 +296,24 @@ def test_an_index_that_no_word_has(backend: str) -> None:
         for found, (index, peer) in zip(wrong, itertools.product((count, -1, 1 << 40), (1, -1)), strict=True):
             told = f"signal or wait with index {index}, for PE {(rank + peer) % 3}: expected 0 to {count - 1}"
             assert found[0] == "IndexError" and found[1].startswith(told), found
+
+
+def _misdirected(backend: str) -> list[tuple[str, str]]:
+    init_with_impatient_kernels(backend, 1.5, HEAP_BYTES)
+    wrong, errors = current().workspace.max_ready_words, []
+    for pe, index in ((1 - po.rank(), wrong), (2, 0), (-1, 0)):
+        call = functools.partial(misdirected, pe, index, out_shape=(1,), out_dtype=torch.float32)
+        errors.append(error_of(lambda call=call: [call(), po.check()])[:2])
+        po.recover()
+    po.finalize()
+    return errors
+
+
+def test_a_time_out_says_what_else_this_pe_has_found(backend: str) -> None:
+    for errors in run_interpreters(_misdirected, 2, backend, timeout=100):
+        assert [name for name, _ in errors] == ["PeerTimeoutError"] * 3
+        found = [text.partition(" This PE has also found: IndexError: signal or wait ")[2] for _, text in errors]
+        assert found[0].startswith("with index") and found[1:] == [f"for PE {pe}: expected 0 to 1" for pe in (2, -1)]
 
 
 # ---- mutations -------------------------------------------------------------------------------------------------------

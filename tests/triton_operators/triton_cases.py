@@ -24,6 +24,7 @@ __all__ = [
     "all_gather",
     "another_all_gather",
     "gather",
+    "misdirected",
     "numbers_of",
     "one_word",
     "sum_of_all",
@@ -96,6 +97,17 @@ def one_word(team, out, index, signals, waits):
     if waits != 0:
         came = pot.wait(launch, (launch.rank + launch.size - 1) % launch.size, index, 16)
         tl.store(out, came.to(tl.float32))
+    pot.leave(launch, out, 4)
+
+
+@pot.operator()
+@triton.jit
+def misdirected(team, out, pe, index):
+    """Signal a word that nobody waits for, and wait for word 0 of the next PE."""
+    launch = pot.begin(team, out)
+    pot.signal(launch, pe, index)
+    pot.wait(launch, (launch.rank + 1) % launch.size, 0, 16)
+    pot.await_all_credits(launch)
     pot.leave(launch, out, 4)
 
 
