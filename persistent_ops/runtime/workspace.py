@@ -70,9 +70,10 @@ class InputRecord:
 
     def take(self) -> Exception | None:
         """Return the error, once."""
+        if not self.struct.state:
+            return None
         problem = self.find()
-        if problem is not None:
-            self.clear()
+        self.clear()
         return problem
 
 
