@@ -1,4 +1,4 @@
-"""The public names of `po`, `po.heap_bytes` and `po.nn`: functions, classes, methods and parameters, with their descriptions."""
+"""The public names of `po` and its modules: functions, classes, methods and parameters, with their descriptions."""
 
 from __future__ import annotations
 

@@ -366,8 +366,7 @@ class SparsePlan(Plan):
 
     def __init__(self, world: World, key: SparseKey) -> None:
         backend, layout, team = world.backend, key.layout, key.team
-        description = OPERATOR.prepare(world)
-        structs, constants = description.structs, description.constants
+        structs = OPERATOR.prepare(world).structs
         tuning: Tuning = key.tuning or OPERATOR.default_tuning
         is_host = backend.name == "host"
         grid = tuning.work_groups or (HOST_WORK_GROUPS if is_host else backend.num_sms * backend.default_blocks_per_sm)
