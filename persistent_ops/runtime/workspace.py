@@ -109,13 +109,12 @@ class Workspace:
         self.first_epoch = 0
         """Below those of all launches since the last recovery."""
         size = bootstrap.world_size
-        _, ready_bytes, abort_bytes = workspace_bytes(size, ready_words)
-        rooms = room_of(ready_bytes), room_of(abort_bytes)
-        self.credits = Credits(backend, heap, size, sum(rooms))
+        _, ready, abort = workspace_bytes(size, ready_words)
+        self.credits = Credits(backend, heap, size, room_of(ready) + room_of(abort))
         """What PEs have begun here."""
-        self._ready_words = ready_bytes // 8 // size
-        self._ready = heap.empty((ready_bytes // 8,), torch.int64, further=rooms[1])
-        self._abort = heap.empty((abort_bytes // 8,), torch.int64)
+        self._ready_words = ready // 8 // size
+        self._ready = heap.empty((ready // 8,), torch.int64, further=room_of(abort))
+        self._abort = heap.empty((abort // 8,), torch.int64)
         for flags in (self._ready, self._abort):
             flags.zero_()
         state_words = ctypes.sizeof(self._structs["LocalState"]) // 8

@@ -40,14 +40,14 @@ def _batches(world_size: int) -> tuple[list[int], list[int]]:
     return [5] * world_size, [24] * world_size
 
 
-def _pool(**options: Any) -> torch.Tensor:
+def _pool(*, trains: bool = False, **options: Any) -> torch.Tensor:
     """Pool one lookup per bag."""
     batches, dims = _batches(po.world_size())
     samples = sum(batches)
     lookups = torch.zeros(2 * samples, dtype=torch.int64)
     offsets = torch.arange(2 * samples + 1)
     weights = [torch.ones(3, 8), torch.ones(3, 16)]
-    if options.pop("trains", False):
+    if trains:
         options["optimizer"] = po.EmbeddingOptimizer(weights, "sgd", lr=0.1)
     return po.embedding_all_to_all(weights, lookups, offsets, batch_per_rank=batches, dim_per_rank=dims, **options)
 
