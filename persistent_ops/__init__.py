@@ -7,7 +7,7 @@
 Importing the package touches no GPU, no NVSHMEM and no environment variable.
 """
 
-from . import nn as nn, ops as ops
+from . import heap_bytes as heap_bytes, nn as nn, ops as ops
 from .api import (
     backend as backend,
     barrier as barrier,

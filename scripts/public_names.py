@@ -1,4 +1,4 @@
-"""The public names of `po` and `po.nn`: functions, classes, methods and parameters, with their descriptions."""
+"""The public names of `po` and its modules: functions, classes, methods and parameters, with their descriptions."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ class Parameter:
 
 
 def public_names(*, with_parts: bool = True) -> Iterator[PublicName]:
-    """Yield what `po` and `po.nn` export, and the methods and properties of their classes, in order."""
-    for prefix, module in (("po", po), ("po.nn", po.nn)):
+    """Yield what `po` and its modules export, and the methods and properties of their classes, in order."""
+    for prefix, module in (("po", po), ("po.heap_bytes", po.heap_bytes), ("po.nn", po.nn)):
         for name, what in sorted(vars(module).items()):
+            if name not in getattr(module, "__all__", (name,)):
+                continue
             if name.startswith("_") or not (inspect.isclass(what) or inspect.isfunction(what)):
                 continue
             yield PublicName(f"{prefix}.{name}", what)

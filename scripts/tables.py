@@ -493,7 +493,7 @@ def _headline(run: Run, name: str, case: str) -> list[str] | None:
 
 
 def _public_names_block(folder: Path) -> str:
-    """Return what `po` and `po.nn` export, each with its first sentence."""
+    """Return what `po` and its modules export, each with its first sentence."""
     rows = [[f"`{each.name}`", summary_of(each.what).replace("|", "\\|")] for each in public_names(with_parts=False)]
     return _table(["name", "what it is"], rows)
 

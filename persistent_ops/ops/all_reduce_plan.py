@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from ..runtime.compile.description import copy_of
 from ..runtime.contract import Field
 from ..runtime.dtypes import SCALARS
 from ..runtime.errors import PersistentOpsError
+from ..runtime.heap import whole_pages
 from ..runtime.operator import Operator
 from ..runtime.plans import Plan
 from ..runtime.team import Team
@@ -32,6 +34,7 @@ __all__ = [
     "Tuning",
     "choose_algorithm",
     "kernel_request",
+    "room_needs",
     "sample_requests",
     "reserve_room",
     "resolved",
@@ -64,6 +67,7 @@ _FLAGS = "flags"  # of the blocks there, in two parities; nowhere else, as place
 _SLICES = "slices"
 _TURNS = "turns"  # words that count them
 _SQUARES = "squares"  # packets with the sums of squares of one launch's blocks, private; grows
+_HEAP_PARTS = 8  # of which the packets and slices have one
 _PACKET_SHARE = 3 / 8  # of the room in the heap; slices have the rest
 _MOST_PACKET_LAUNCHES = 2  # for which "auto" takes packets
 _MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
@@ -146,28 +150,43 @@ def _slice_places(world_size: int, ways: int) -> int:
     return OPERATOR.description.constants["kStepsUnderWay"] * ways * world_size
 
 
-def reserve_room(world: World) -> None:
-    """See to the world's room for packets and slices; collective the first time."""
-    constants = OPERATOR.prepare(world).constants
-    room = min(OPERATOR.default_tuning.room_bytes, world.backend.heap_bytes // 8)
+def _room(heap_bytes: int) -> int:
+    """Return how much of a heap packets and slices have."""
+    room_bytes: int = OPERATOR.default_tuning.room_bytes
+    return min(room_bytes, heap_bytes // _HEAP_PARTS)
+
+
+def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
+    """Return the areas in a heap of so many bytes; that of the slices is below 0 where there is no room."""
+    room, constants = _room(heap_bytes), OPERATOR.description.constants
     packets = int(room * _PACKET_SHARE) // 512 * 512
     flags = 2 * (packets // 4 // constants["kBlockBytes"]) * 8
-    turns = world.size * constants["kMaxSliceWgs"] * 8
-    slices = room // 512 * 512 - packets - flags - turns
-    warps = world.backend.warps_of(constants["kMaxSharingThreads"])  # the default of the slices' work-groups
-    least = _slice_places(world.size, _MOST_WAYS) * warps * constants["kBlockBytes"]
-    if slices < least:
-        raise ValueError(
-            f"heap_size: all_reduce uses 1/8 of the heap, and its {room} bytes are {least - slices} bytes too "
-            "few; pass a larger heap_size to po.init()"
-        )
-    needs = [
+    turns = world_size * constants["kMaxSliceWgs"] * 8
+    return [
         Need(_PACKETS, packets, fill=-1, is_restored=True),
         Need(_FLAGS, flags, fill=0),
-        Need(_SLICES, slices),
+        Need(_SLICES, room // 512 * 512 - packets - flags - turns),
         Need(_TURNS, turns, fill=0),
     ]
-    OPERATOR.state(world).areas.reserve(needs, lambda: _ROOM.contract(world.team, room))
+
+
+def reserve_room(world: World) -> None:
+    """See to the world's room for packets and slices; collective the first time."""
+    constants, heap_bytes = OPERATOR.prepare(world).constants, world.backend.heap_bytes
+    warps = world.backend.warps_of(constants["kMaxSharingThreads"])  # the default of the slices' work-groups
+    least = _slice_places(world.size, _MOST_WAYS) * warps * constants["kBlockBytes"]
+
+    def lacking(nbytes: int) -> int:
+        return next(least - need.nbytes for need in room_needs(world.size, nbytes) if need.name == _SLICES)
+
+    if lacking(heap_bytes) > 0:
+        enough = next(size for size in itertools.count(heap_bytes, whole_pages(1)) if lacking(size) <= 0)
+        raise ValueError(
+            f"heap_size: all_reduce uses 1/8 of the heap, and its {_room(heap_bytes)} bytes are {lacking(heap_bytes)} "
+            f"bytes too few; pass heap_size >= {enough} to po.init()"
+        )
+    needs = room_needs(world.size, heap_bytes)
+    OPERATOR.state(world).areas.reserve(needs, lambda: _ROOM.contract(world.team, _room(heap_bytes)))
 
 
 def choose_algorithm(world_size: int, nbytes: int, tuning: Tuning | None, *, norms: bool) -> str:

@@ -26,6 +26,7 @@ from .product import (
     Shape,
     Tile,
     Tuning,
+    blocks_of_part,
     choose_tile,
     kernel_config,
     launch_shape,
@@ -40,6 +41,7 @@ __all__ = [
     "ExchangePlan",
     "choose_algorithm",
     "kernel_request",
+    "partial_needs",
     "sample_requests",
 ]
 
@@ -155,6 +157,25 @@ def sample_requests() -> Iterator[KernelRequest]:
         yield kernel_request(key, tile, depth=64)
 
 
+def partial_needs(
+    world_size: int, rows: Rows, columns: int, tile: Tile, wire_dtype: torch.dtype, *, backend_name: str
+) -> list[Need]:
+    """Return the areas for the partial sums of a product with so many columns, and for their flags."""
+    blocks = blocks_of_part(rows, columns, tile)
+    return [
+        Need(_PARTIALS, max(1, (world_size - 1) * blocks * _block_bytes(tile, wire_dtype.itemsize))),
+        Need(_FLAGS, world_size * blocks * _carriers(backend_name) * 8, fill=0),
+    ]
+
+
+def _block_bytes(tile: Tile, itemsize: int) -> int:
+    return tile.rows * tile.columns // tile.parts * itemsize
+
+
+def _carriers(backend_name: str) -> int:
+    return OPERATOR.description.queries["carriers"](int(backend_name == "cuda"))
+
+
 class ExchangePlan(Plan):
     """One key's kernel and data.
 
@@ -174,7 +195,7 @@ class ExchangePlan(Plan):
         tile = division.tile
         self._kernel = world.load(kernel_request(key, tile, depth=division.depth), team)
         check_resident(self._kernel, division.grid, choices="tile")
-        carriers = description.queries["carriers"](int(backend.name == "cuda"))
+        carriers = _carriers(backend.name)
         if key.stores_to_peers and (words := division.grid * carriers) > world.workspace.max_ready_words:
             raise ValueError(f"{key.operator}: {words} words for each peer, of {world.workspace.max_ready_words}")
         flags = (key.is_mean, key.has_bias, key.has_residual)
@@ -194,13 +215,11 @@ class ExchangePlan(Plan):
         )
         areas = OPERATOR.state(world).areas
         itemsize = key.wire_dtype.itemsize if key.adds else key.dtype.itemsize
-        block_bytes = tile.rows * tile.columns // tile.parts * itemsize
+        block_bytes = _block_bytes(tile, itemsize)
         if key.adds:
-            blocks = division.blocks_per_part
-            needs = [
-                Need(_PARTIALS, max(1, (team.size - 1) * blocks * block_bytes)),
-                Need(_FLAGS, team.size * blocks * carriers * 8, fill=0),
-            ]
+            needs = partial_needs(
+                team.size, key.rows, key.shape.columns, tile, key.wire_dtype, backend_name=backend.name
+            )
             areas.reserve(needs, lambda: self._contract)
         areas.reserve_private(_SLOTS, division.grid * description.constants["kSlots"] * block_bytes)
         self.areas = (_PARTIALS, _FLAGS, _SLOTS) if key.adds else (_SLOTS,)

@@ -36,6 +36,7 @@ __all__ = [
     "kernel_request",
     "sample_requests",
     "kernel_vectors_of",
+    "packet_need",
     "reserve_packets",
     "team_factor",
 ]
@@ -45,6 +46,8 @@ MAX_VECTORS = 16
 _NAME = "gemv_all_reduce"
 _PACKETS = "packets"  # an area: sums in two parities, then results in two
 _MAX_AREA_BYTES = 32 << 20
+_HEAP_PARTS = 16  # of which one parity of sums has one
+_UNIT_BYTES = 4096  # of it, for each PE
 _LITTLE_BYTES = 160 << 10
 _LINE_BYTES = 128
 _RESERVED_BYTES = 1024  # of an SM's shared memory, by CUDA, for each WG
@@ -118,18 +121,23 @@ class GemvKey(NamedTuple):
     tuning: Tuning | None
 
 
-def _packet_bytes(world: World) -> tuple[int, int]:
-    """Return the bytes of one parity of sums, and of results."""
+def _packet_bytes(world_size: int, heap_bytes: int) -> tuple[int, int]:
+    """Return the bytes of one parity of sums, and of results, in a heap of so many bytes."""
     # Enough for every launch: rows that need more are done in several launches.
-    nbytes = min(_MAX_AREA_BYTES, world.backend.heap_bytes // 16)
-    nbytes = nbytes // (4096 * world.size) * (4096 * world.size)
-    return nbytes, nbytes // world.size
+    nbytes = min(_MAX_AREA_BYTES, heap_bytes // _HEAP_PARTS)
+    nbytes = nbytes // (_UNIT_BYTES * world_size) * (_UNIT_BYTES * world_size)
+    return nbytes, nbytes // world_size
+
+
+def packet_need(world_size: int, heap_bytes: int) -> Need:
+    """Return the area for packets in a heap of so many bytes."""
+    return Need(_PACKETS, 2 * sum(_packet_bytes(world_size, heap_bytes)), fill=0)
 
 
 def reserve_packets(world: World) -> None:
     """See to the world's room for packets; collective the first time."""
-    need = Need(_PACKETS, 2 * sum(_packet_bytes(world)), fill=0)
-    OPERATOR.state(world).areas.reserve([need], lambda: _ROOM.contract(world.team, world.backend.heap_bytes))
+    need, heap_bytes = packet_need(world.size, world.backend.heap_bytes), world.backend.heap_bytes
+    OPERATOR.state(world).areas.reserve([need], lambda: _ROOM.contract(world.team, heap_bytes))
 
 
 def choose_algorithm(world: World, key: GemvKey) -> str:
@@ -196,7 +204,13 @@ def _packets(world: World, key: GemvKey) -> tuple[Any, int]:
     packet_bytes = constants["sizeof(Packet)"]  # half of it data
     tile_data = key.num_vectors * constants["kTileRows"] * _wire_dtype(key).itemsize
     tile_bytes = tile_data // (packet_bytes // 2) * packet_bytes
-    partials_bytes, results_bytes = _packet_bytes(world)
+    partials_bytes, results_bytes = _packet_bytes(world.size, world.backend.heap_bytes)
+    if partials_bytes < tile_bytes * team.size:
+        enough = -(-tile_bytes // _UNIT_BYTES) * _UNIT_BYTES * team.size * _HEAP_PARTS
+        raise ValueError(
+            f"x: the packets of {key.num_vectors} vectors do not fit the symmetric heap; pass heap_size >= {enough} to "
+            "po.init()"
+        )
     packets = structs["PacketPlan"](
         partials_offset=area.offset,
         partials_bytes=partials_bytes,
@@ -287,11 +301,6 @@ class GemvPlan(Plan):
         self.is_two_shot = key.algorithm == "two_shot"
         self._element, self._columns = key.dtype.itemsize, columns
         packets, max_tiles = _packets(world, key)
-        if max_tiles == 0:
-            raise ValueError(
-                f"x: the packets of {num_vectors} vectors do not fit the symmetric heap; pass a larger heap_size to "
-                "po.init()"
-            )
         total_tiles = max(1, -(-rows // tile_rows))
         tiles_each = -(-total_tiles // -(-total_tiles // max_tiles))  # of launches of about the same size
         tuning: Tuning = key.tuning or OPERATOR.default_tuning

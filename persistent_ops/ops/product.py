@@ -18,11 +18,13 @@ from ..runtime.tuning import BoundedTuning, at_least
 __all__ = [
     "CANDIDATES",
     "DTYPES",
+    "HOST_TILE",
     "Division",
     "Rows",
     "Shape",
     "Tile",
     "Tuning",
+    "blocks_of_part",
     "choose_tile",
     "has_tensor_cores",
     "is_row_major",
@@ -110,6 +112,9 @@ class Tile(NamedTuple):
         return self.sharing * self.parts
 
 
+HOST_TILE = Tile(8, 8, 1, 1, 2)
+
+
 # ---- the tile for a shape ------------------------------------------------------------------------------------------
 
 # Measured on an H200.
@@ -183,6 +188,11 @@ def predicted_cycles(queries: _Queries, tile: Tile, shape: Shape, rows: Rows, nu
     return max(waves * math.ceil(steps / tile.parts) * step, from_memory) + waves * stored + exchanged
 
 
+def blocks_of_part(rows: Rows, columns: int, tile: Tile) -> int:
+    """Return what WGs finish of a part of the rows of a product with so many columns."""
+    return rows.tiles(tile.rows) * math.ceil(columns / tile.columns) * tile.parts
+
+
 # ---- the division --------------------------------------------------------------------------------------------------
 
 
@@ -239,7 +249,10 @@ class Division:
         _check(tuning)
         structs, queries = description.structs, description.queries
         if backend.name == "host":  # small tiles, so that small matrices have many
-            self.depth, self.tile = 8, Tile(8, 8, tuning.sharing or 1, tuning.parts or 1, tuning.stages or 2)
+            self.depth = 8
+            self.tile = HOST_TILE._replace(
+                sharing=tuning.sharing or 1, parts=tuning.parts or 1, stages=tuning.stages or 2
+            )
             self.piece = (1, 8)
         else:
             self.depth = _DEPTH
@@ -255,7 +268,7 @@ class Division:
         if steps < tile.parts or (tile.parts > 1 and clusters < down * columns):
             raise ValueError(f"parts: {tile.parts} need as many steps of {depth}, and a cluster for each tile")
         self.grid = clusters * tile.cluster
-        self.blocks_per_part = of_part * columns * tile.parts
+        self.blocks_per_part = blocks_of_part(rows, shape.columns, tile)
         self._map = backend.tensor_map
         self._a_k_major, self._b_k_major = shape.a_k_major, shape.b_k_major
         # Rows that do not exist are slow to load. The sums of rows that are not loaded are not stored.

@@ -22,7 +22,7 @@ from .sparse_plan import (
     state_of,
 )
 
-__all__ = ["PendingSum", "find_plan", "refuse_capture", "sorted_entries", "start"]
+__all__ = ["PendingSum", "find_plan", "refuse_capture", "result_bytes", "sorted_entries", "start"]
 
 
 def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Tensor | None = None) -> Entries:
@@ -41,6 +41,12 @@ def sorted_entries(indices: torch.Tensor, values: torch.Tensor, count: torch.Ten
 def _bytes_of_values(capacity: int, row_bytes: int) -> int:
     """Return the offset of the rows' numbers, which lie after the values of so many rows."""
     return OPERATOR.description.queries["values_bytes"](capacity, row_bytes)
+
+
+@functools.lru_cache(256)
+def result_bytes(capacity: int, row_bytes: int) -> int:
+    """Return the size of a result with room for so many rows, and for their numbers."""
+    return max(_bytes_of_values(capacity, row_bytes) + 8 * max(capacity, 1), 512)
 
 
 def find_plan(
@@ -217,7 +223,7 @@ class PendingSum:
         gathers = _gathers(world, room, self._algorithm)
         self._plan = find_plan(world, layout, capacity, entries, gathers=gathers, row_bytes=row_bytes, tag=self._tag)
         self._values_bytes = _bytes_of_values(capacity, row_bytes)
-        nbytes = max(self._values_bytes + 8 * max(capacity, 1), 512)
+        nbytes = result_bytes(capacity, row_bytes)
         self._slot = slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
         self._plan.launch(entries, slot.offset)
         # While the kernel runs, not when the host has waited for it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ..runtime.world import World, upload
 
 __all__ = [
     "GIVEN_UP",
+    "HOST_WORK_GROUPS",
     "MAX_ENTRIES",
     "MAX_ROOMS",
     "MAX_ROWS",
@@ -39,9 +41,14 @@ __all__ = [
     "SparseState",
     "Tuning",
     "bad_row",
+    "fitting_rows",
+    "gather_need",
     "kernel_request",
+    "low_need",
+    "room_needs",
     "sample_requests",
     "state_of",
+    "warps_of",
 ]
 
 OPS = ("sum", "mean")
@@ -54,7 +61,7 @@ _LOW = "low"  # room for lower halves of this PE's sums
 _LOOKS = 32
 _THREADS = 256
 GIVEN_UP = "sparse_all_reduce: this launch was given up: po.recover() or po.finalize() came before its wait"
-_HOST_WORK_GROUPS = 2
+HOST_WORK_GROUPS = 2
 _LEAST_ROOM = 64  # rows
 _PATIENT_BYTES = 16 << 20
 _PATIENCE = 32
@@ -158,6 +165,13 @@ class Layout(NamedTuple):
         return self.columns * self.dtype.itemsize
 
 
+@functools.lru_cache(256)
+def fitting_rows(layout: Layout, num_rows: int) -> int:
+    """Return for how many rows there is room after a result of so many."""
+    fitting = max(_LEAST_ROOM, -(-(num_rows + num_rows // 16) // _LEAST_ROOM) * _LEAST_ROOM)
+    return min(fitting, max(layout.num_rows, 1))
+
+
 @dataclass
 class Room:
     """How many rows the next result gets room for: what the last ones had, the same on every PE.
@@ -194,8 +208,7 @@ class Room:
     def learn(self, num_rows: int, shares: float) -> None:
         """Take in a result's number of rows."""
         self.shares = shares
-        fitting = max(_LEAST_ROOM, -(-(num_rows + num_rows // 16) // _LEAST_ROOM) * _LEAST_ROOM)
-        fitting = min(fitting, max(self.layout.num_rows, 1))
+        fitting = fitting_rows(self.layout, num_rows)
         if num_rows <= self.rows and self.rows > 2 * fitting:
             self._num_small += 1
             self._most_of_small = max(self._most_of_small, fitting)
@@ -310,6 +323,41 @@ class SparseKey(NamedTuple):
     tag: int = 0
 
 
+def _words_of(layout: Layout) -> int:
+    """Return the words that have a bit per row."""
+    return max(1, -(-layout.num_rows // OPERATOR.description.constants["kRowsPerWord"]))
+
+
+def _power_of_two(number: int) -> int:
+    """Return the least one that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+def warps_of(backend_name: str) -> int:
+    """Return the warps of a work-group."""
+    return OPERATOR.description.constants["kMaxWarps"] if backend_name == "host" else _THREADS // warp_size()
+
+
+def room_needs(world_size: int, layout: Layout, workers: int) -> list[Need]:
+    """Return the areas of every launch with so many warps."""
+    num_words = _words_of(layout)
+    return [
+        Need("headers", world_size * 8, fill=0),
+        Need("progress", world_size * workers * 8, fill=0),
+        Need("planes", world_size * num_words * 8, world_size * _power_of_two(num_words) * 8),
+    ]
+
+
+def gather_need(world_size: int, layout: Layout, capacity: int) -> Need:
+    """Return the area where all PEs' rows come; `capacity`: of the result, in rows."""
+    return Need(_GATHER, world_size * capacity * layout.columns * 4)
+
+
+def low_need(layout: Layout, capacity: int) -> Need:
+    """Return this PE's area for lower halves of sums in 16 bits; `capacity`: of the result, in rows."""
+    return Need(_LOW, capacity * layout.row_bytes)
+
+
 class SparsePlan(Plan):
     """One key's kernel and plan. Making it is collective where symmetric areas must grow, on all PEs or on none.
 
@@ -320,18 +368,17 @@ class SparsePlan(Plan):
 
     def __init__(self, world: World, key: SparseKey) -> None:
         backend, layout, team = world.backend, key.layout, key.team
-        description = OPERATOR.prepare(world)
-        structs, constants = description.structs, description.constants
+        structs = OPERATOR.prepare(world).structs
         tuning: Tuning = key.tuning or OPERATOR.default_tuning
         is_host = backend.name == "host"
-        grid = tuning.work_groups or (_HOST_WORK_GROUPS if is_host else backend.num_sms * backend.default_blocks_per_sm)
+        grid = tuning.work_groups or (HOST_WORK_GROUPS if is_host else backend.num_sms * backend.default_blocks_per_sm)
         self._grid = grid = min(grid, world.workspace.max_ready_words)
-        workers = grid * (constants["kMaxWarps"] if is_host else _THREADS // warp_size())
-        num_words = max(1, -(-layout.num_rows // constants["kRowsPerWord"]))
+        workers = grid * warps_of(backend.name)
+        num_words = _words_of(layout)
         self._world, self._key, self._areas = world, key, OPERATOR.state(world).areas
         is_narrow = layout.dtype.itemsize == 2
         uses_low = bool(is_narrow and not key.gathers and (key.has_order or not team.all_reachable) and key.capacity)
-        self._reserve(num_words, workers, Need(_LOW, key.capacity * layout.row_bytes) if uses_low else None)
+        self._reserve(num_words, workers, low_need(layout, key.capacity) if uses_low else None)
         own = (_GATHER,) * key.gathers + (_LOW,) * uses_low
         self.areas = ("headers", "progress", "planes", "first_entry", "totals", "met", "hot", *own)
         request = kernel_request(
@@ -366,17 +413,12 @@ class SparsePlan(Plan):
     def _reserve(self, num_words: int, workers: int, own: Need | None) -> None:
         """Prepare the memory that every launch needs; collective where the symmetric areas must grow."""
         constants, areas, key = OPERATOR.description.constants, self._areas, self._key
-        size, words = key.team.size, 1 << (num_words - 1).bit_length()
-        needs = [
-            Need("headers", size * 8, fill=0),
-            Need("progress", size * workers * 8, fill=0),
-            Need("planes", size * num_words * 8, size * words * 8),
-        ]
+        needs = room_needs(key.team.size, key.layout, workers)
         if key.gathers:
             last = areas.nbytes_of(_GATHER)
-            needs.append(Need(_GATHER, size * key.capacity * key.layout.columns * 4, last + last // 2))
+            needs.append(gather_need(key.team.size, key.layout, key.capacity)._replace(room=last + last // 2))
         areas.reserve(needs, self._contract, own)
-        areas.reserve_private("first_entry", num_words * 4, words * 4)
+        areas.reserve_private("first_entry", num_words * 4, _power_of_two(num_words) * 4)
         areas.reserve_private("totals", constants["sizeof(Packet)"] * self._grid)
         areas.reserve_private("met", constants["kNumMeetings"] * self._grid * 8)
         areas.reserve_private("hot", constants["sizeof(HotList)"])

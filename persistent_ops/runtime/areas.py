@@ -9,6 +9,7 @@ import torch
 
 from .contract import Contract
 from .errors import SymmetricHeapError
+from .heap import room_of
 from .plans import Plans
 from .site import Site
 
@@ -54,6 +55,11 @@ class Need(NamedTuple):
     fill: int | None = None
     is_restored: bool = False
 
+    @property
+    def size(self) -> int:
+        """Return the bytes that are set aside, in whole words."""
+        return -(-max(self.nbytes, self.room, 1) // 8) * 8
+
 
 class Areas(dict[str, Area]):
     """An operator's areas in one world, by name.
@@ -91,10 +97,11 @@ class Areas(dict[str, Area]):
         site = self._site
         site.meet(contract())
         fresh: dict[str, Area] = {}
+        lacking = [own] if own is not None and self._is_too_small(own) else []
+        rooms = [room_of(need.size) for need in (*missing, *lacking)]
         try:
-            for need in missing:
-                fresh[need.name] = self._symmetric(need)
-            lacking = [own] if own is not None and self._is_too_small(own) else []
+            for number, need in enumerate(missing):
+                fresh[need.name] = self._symmetric(need, sum(rooms[number + 1 :]))
             # After the exchange there, no PE writes to an area before it is filled.
             taken = site.outputs.take_on_all_pes([max(need.nbytes, need.room) for need in lacking], "room")
         except SymmetricHeapError:  # as on all other PEs, which have made the same ones
@@ -149,8 +156,8 @@ class Areas(dict[str, Area]):
         area = self.get(name)
         return 0 if area is None else area.nbytes
 
-    def _symmetric(self, need: Need) -> Area:
-        memory = self._site.heap.empty((-(-max(need.nbytes, need.room, 1) // 8),), torch.int64)
+    def _symmetric(self, need: Need, further: int) -> Area:
+        memory = self._site.heap.empty((need.size // 8,), torch.int64, further=further)
         if need.fill is not None:
             memory.fill_(need.fill)
         return Area(memory, memory.data_ptr() - self._site.backend.heap_base)

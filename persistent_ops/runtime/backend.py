@@ -15,7 +15,18 @@ from .compile.jit import KernelSource
 from .interruptible import Interruptible
 from .residency import Footprint, Sm
 
-__all__ = ["Backend", "Kernel", "KernelRequest", "LaunchShape", "Peeked", "check_resident", "in_node"]
+__all__ = [
+    "GPU_BLOCKS_PER_SM",
+    "Backend",
+    "Kernel",
+    "KernelRequest",
+    "LaunchShape",
+    "Peeked",
+    "check_resident",
+    "in_node",
+]
+
+GPU_BLOCKS_PER_SM = 2
 
 _NOT_HELD = 'static_assert(alignof(Call) < 64, "a kernel that holds its call in registers cannot use a tensor map");'
 _SPECIALIZED = "template <>\ninline constexpr {kind} po::{name}<> = {value};\n"

@@ -11,7 +11,13 @@ from .backend import Backend, Peeked
 from .compile.description import COMM, describe
 from .heap import SymmetricHeap
 
-__all__ = ["Credits", "OtherCall"]
+__all__ = ["Credits", "OtherCall", "credit_bytes"]
+
+
+def credit_bytes(world_size: int) -> int:
+    """Return the size of a workspace's credits."""
+    description = describe(COMM)
+    return (world_size + 1 + 2 * description.constants["kGrantCopies"]) * ctypes.sizeof(description.structs["Grant"])
 
 
 class OtherCall(NamedTuple):
@@ -33,19 +39,19 @@ class Credits:
     Args:
         backend, heap: of the world.
         world_size: of the world.
+        further: see `SymmetricHeap.empty`.
 
     Attributes:
         memory: in the heap, a Grant per peer, and copies of this PE's Grants; then the same for a team of this PE.
         piece: for `Backend.peek`, which looks at the world's Grants; the next attributes are of the last look.
     """
 
-    def __init__(self, backend: Backend, heap: SymmetricHeap, world_size: int) -> None:
+    def __init__(self, backend: Backend, heap: SymmetricHeap, world_size: int, further: int) -> None:
         description = describe(COMM)
         self._world_size, self._copies = world_size, description.constants["kGrantCopies"]
         self._epoch_shift = description.constants["kEpochShift"]
         self._grant = description.structs["Grant"]
-        num_words = (world_size + 1 + 2 * self._copies) * ctypes.sizeof(self._grant) // 8
-        self.memory = heap.empty((num_words,), torch.int64)
+        self.memory = heap.empty((credit_bytes(world_size) // 8,), torch.int64, further=further)
         self.memory.zero_()
         kind = self._grant * (world_size + self._copies)
         self._mailbox = backend.host_visible_bytes(ctypes.sizeof(kind))

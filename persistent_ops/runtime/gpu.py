@@ -15,7 +15,7 @@ from cuda.bindings import driver
 from cuda.core import Device, ObjectCode
 
 from . import nvshmem_end
-from .backend import KernelRequest, LaunchShape, Peeked, in_node
+from .backend import GPU_BLOCKS_PER_SM, KernelRequest, LaunchShape, Peeked, in_node
 from .bootstrap import launchers
 from .bootstrap.connection import Bootstrap
 from .bootstrap.route import meeting_interface
@@ -213,7 +213,7 @@ class GpuBackend:
     """
 
     name = "cuda"
-    default_blocks_per_sm = 2
+    default_blocks_per_sm = GPU_BLOCKS_PER_SM
     runs_beside = False
     leaves_room = False
     network = 0

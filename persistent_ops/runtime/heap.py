@@ -23,9 +23,20 @@ from .errors import NotSymmetricError, SymmetricHeapError
 from .stream_order import capture_of
 from .torch_private import storage_use_count, without_dispatch_modes, without_functions
 
-__all__ = ["OutputPool", "SymmetricHeap"]
+__all__ = ["OutputPool", "SymmetricHeap", "room_of", "whole_pages"]
 
 _ALIGNMENT = 512  # of every allocation, in bytes: a GPU sector boundary and more than any vector
+_PAGE_BYTES = 4096
+
+
+def room_of(nbytes: int) -> int:
+    """Return the bytes of the heap that an allocation takes."""
+    return max(_ALIGNMENT, (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT)
+
+
+def whole_pages(nbytes: int) -> int:
+    """Return the size of a heap for which so many bytes are asked."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class _FreeList:
@@ -34,17 +45,11 @@ class _FreeList:
     def __init__(self, size: int) -> None:
         self.size = size
         self._free = [(0, size)]
+        self._middle = 0  # in the gap between what is taken from the bottom and from the top, or at its place
 
     @property
     def free_bytes(self) -> int:
         return sum(length for _, length in self._free)
-
-    def advice(self, nbytes: int) -> str:
-        """Return what to pass to `po.init`, so that the same calls, and this one, find room.
-
-        What lies at the bottom and at the top stays there, and the gap between both grows by what is asked for.
-        """
-        return f"pass heap_size={self.size + _rounded(nbytes)} or more to po.init()"
 
     def take(self, nbytes: int, *, from_top: bool) -> int | None:
         order = range(len(self._free) - 1, -1, -1) if from_top else range(len(self._free))
@@ -59,8 +64,15 @@ class _FreeList:
                 else [(start, length - nbytes) if from_top else (start + nbytes, length - nbytes)]
             )
             self._free[i : i + 1] = rest
+            if offset <= self._middle < offset + nbytes:
+                self._middle = offset if from_top else offset + nbytes
             return offset
         return None
+
+    def enough_for(self, nbytes: int) -> int:
+        """Return the least size with which the gap in the middle has so many bytes, beside what is taken now."""
+        gap = sum(length for start, length in self._free if start <= self._middle <= start + length)
+        return whole_pages(self.size - gap + nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
         bisect.insort(self._free, (offset, nbytes))
@@ -71,10 +83,6 @@ class _FreeList:
             else:
                 merged.append((start, length))
         self._free = merged
-
-
-def _rounded(nbytes: int) -> int:
-    return max(_ALIGNMENT, (nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT)
 
 
 class _Block(NamedTuple):
@@ -100,27 +108,28 @@ class SymmetricHeap:
         self._freed: dict[int, int] = {}
 
     @torch.inference_mode(False)  # who writes to it need not be in the mode in which it is made
-    def empty(self, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a symmetric tensor; collective."""
+    def empty(self, size: tuple[int, ...], dtype: torch.dtype, *, further: int = 0) -> torch.Tensor:
+        """Allocate a symmetric tensor; collective. `further`: room that the caller takes next, for errors."""
         nbytes = math.prod(size) * dtype.itemsize
         offset = self._take(nbytes)
-        places = self._places(offset, size, dtype)
-        if None not in places and len(set(places)) > 1:  # by what one PE keeps for later, perhaps
+        places = self._places(offset, size, dtype, further)
+        if min(places) >= 0 and len(set(places)) > 1:  # by what one PE keeps for later, perhaps
             self._give(offset, nbytes)
             offset = self._take_of_all(nbytes)
-            places = self._places(offset, size, dtype)
-        if None in places or len(set(places)) > 1:
+            places = self._places(offset, size, dtype, further)
+        if min(places) < 0 or len(set(places)) > 1:
             self._give(offset, nbytes)
-            full = [str(pe) for pe, place in enumerate(places) if place is None]
+            full = [str(pe) for pe, place in enumerate(places) if place < 0]
             if full:
                 raise SymmetricHeapError(
                     f"the symmetric heap of PE {', '.join(full)} has no room for {nbytes} bytes "
                     f"(heap_size {self.free_list.size} bytes, {self.free_list.free_bytes} free on this PE): free "
-                    f"tensors that are no longer needed, or {self.free_list.advice(nbytes)}"
+                    f"tensors that are no longer needed, or pass heap_size >= {-min(places)} to po.init(), enough for "
+                    "this and all that is held now"
                 )
             raise SymmetricHeapError(
                 f"the PEs' heaps are too full for {nbytes} bytes at one offset: drop results that are no longer "
-                f"needed, or {self.free_list.advice(nbytes)}"
+                "needed, or pass a larger heap_size to po.init()"
             )
         assert offset is not None
         memory = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
@@ -131,33 +140,38 @@ class SymmetricHeap:
         self._live[offset] = _Block(nbytes, memory.untyped_storage()._cdata)
         return view
 
-    def _places(self, offset: int | None, size: tuple[int, ...], dtype: torch.dtype) -> list[int | None]:
-        """Return where each PE has found room, None for nowhere; raise where PEs have asked for different tensors."""
-        mine = f"{-1 if offset is None else offset} {size} {dtype}"
+    def _places(self, offset: int | None, size: tuple[int, ...], dtype: torch.dtype, further: int) -> list[int]:
+        """Return where each PE has found room; raise where PEs have asked for different tensors.
+
+        Of a PE that has found none: the size that its heap would need, times -1.
+        """
+        if offset is None:
+            offset = -self.free_list.enough_for(room_of(math.prod(size) * dtype.itemsize) + further)
+        mine = f"{offset} {size} {dtype}"
         everyone = [raw.decode().split(" ", 1) for raw in self._bootstrap.exchange("empty", mine.encode())]
         if len({shape for _, shape in everyone}) > 1:
-            self._give(offset, math.prod(size) * dtype.itemsize)
+            self._give(None if offset < 0 else offset, math.prod(size) * dtype.itemsize)
             shapes = "; ".join(f"PE {pe}: {shape}" for pe, (_, shape) in enumerate(everyone))
             raise SymmetricHeapError(
                 f"po.empty() needs the same call on every PE, in the same order, but the PEs asked for {shapes}"
             )
-        return [None if place == "-1" else int(place) for place, _ in everyone]
+        return [int(place) for place, _ in everyone]
 
     def _take(self, nbytes: int) -> int | None:
         if not nbytes:
             return 0
-        offset = self.free_list.take(_rounded(nbytes), from_top=False)
+        offset = self.free_list.take(room_of(nbytes), from_top=False)
         return self._take_of_all(nbytes) if offset is None else offset
 
     def _take_of_all(self, nbytes: int) -> int | None:
         """The same, of what is only kept for later, too."""
         self._backend.synchronize()  # peers may write at once to what kernels in flight still read
         self.reclaim()
-        return self.free_list.take(_rounded(nbytes), from_top=False)
+        return self.free_list.take(room_of(nbytes), from_top=False)
 
     def _give(self, offset: int | None, nbytes: int) -> None:
         if offset is not None and nbytes:
-            self.free_list.give(offset, _rounded(nbytes))
+            self.free_list.give(offset, room_of(nbytes))
 
     def free(self, tensor: torch.Tensor, meet: Callable[[], None]) -> None:
         """Give a tensor from `empty` back; collective. `meet`: called where nothing is wrong with this PE's tensor."""
@@ -339,7 +353,7 @@ class OutputPool:
         self._slots: dict[int, list[_Slot]] = {}
         heap.reclaim = self._evict_idle
 
-    def take(self, nbytes: int, stream: int, *, is_captured: bool) -> _Slot:
+    def take(self, nbytes: int, stream: int, *, is_captured: bool, further: int = 0) -> _Slot:
         """Return an idle buffer of exactly `nbytes` bytes, or make one.
 
         Args:
@@ -347,6 +361,7 @@ class OutputPool:
             stream: that will write it, the current one. A buffer stays with the stream that it was made for, as in
                 torch's allocator: what was queued there before may still read it. It waits for the other readers.
             is_captured: a CUDA graph will write this buffer at every replay, so it is never handed out again.
+            further: room that the caller takes next, for errors.
         """
         for slot in self._slots.get(nbytes, ()):
             if slot.stream != stream or not slot.is_idle():
@@ -354,22 +369,23 @@ class OutputPool:
             if not slot.readers or slot.can_await_readers(is_captured=is_captured):
                 if not slot.is_in(self._backend):
                     self._drop(slot)
-                    return self.take(nbytes, stream, is_captured=is_captured)
+                    return self.take(nbytes, stream, is_captured=is_captured, further=further)
                 while slot.readers:
                     torch.cuda.current_stream(self._backend.device).wait_stream(slot.readers.pop())
                 slot.is_captured = is_captured
                 return slot
-        offset = self._free_list.take(_rounded(nbytes), from_top=True)
+        offset = self._free_list.take(room_of(nbytes), from_top=True)
         if offset is None and not is_captured:
             self._backend.synchronize()  # kernels in flight may still read what is given up
             self._evict_idle()
-            offset = self._free_list.take(_rounded(nbytes), from_top=True)
+            offset = self._free_list.take(room_of(nbytes), from_top=True)
         if offset is None:
             held = sum(slot.nbytes for slots in self._slots.values() for slot in slots)
             raise SymmetricHeapError(
                 f"the symmetric heap has no room for {nbytes} bytes more (heap_size {self._free_list.size} "
                 f"bytes, {self._free_list.free_bytes} free, {held} in results that are still held): drop results that "
-                f"are no longer needed, or {self._free_list.advice(nbytes)}"
+                f"are no longer needed, or pass heap_size >= {self._free_list.enough_for(room_of(nbytes) + further)} "
+                "to po.init(), enough for this and all that is held now"
             )
         with _outside_of_modes():
             base = self._backend.tensor_at(self._backend.heap_base + offset, nbytes)
@@ -390,22 +406,26 @@ class OutputPool:
         Raises:
             SymmetricHeapError: some PE has no room for all of its own.
         """
-        slots, taken, problem = [], [], ""
+        slots: list[_Slot] = []
+        taken, problem, enough = [], "", 0
+        rooms = [room_of(nbytes) for nbytes in sizes]
         try:
             for nbytes in sizes:
-                slots.append(self.take(nbytes, self._backend.stream(), is_captured=False))
+                further = sum(rooms[len(slots) + 1 :])
+                slots.append(self.take(nbytes, self._backend.stream(), is_captured=False, further=further))
                 taken.append((slots[-1].tensor(torch.uint8, (nbytes,)), slots[-1].offset))
                 taken[-1][0].zero_()
         except SymmetricHeapError as error:
-            problem = str(error)
+            problem, enough = str(error), self._free_list.enough_for(sum(rooms[len(slots) :]))
         self._backend.synchronize()  # no peer writes to them before they are zero
-        told = [raw.decode() for raw in self._bootstrap.exchange("room-on-all-pes", problem.encode())]
-        refused = next((pe for pe, text in enumerate(told) if text), None)
-        if refused is not None:
+        told = self._bootstrap.exchange("room-on-all-pes", f"{enough} {problem}".encode())
+        refusals = [raw.decode().split(" ", 1) for raw in told]
+        refused = max(range(len(told)), key=lambda pe: int(refusals[pe][0]))  # the one that needs the largest heap
+        if refusals[refused][1]:
             taken.clear()
             for slot in slots:
                 self._drop(slot)
-            raise SymmetricHeapError(f"{name} on PE {refused}: {told[refused]}")
+            raise SymmetricHeapError(f"{name} on PE {refused}: {refusals[refused][1]}")
         return taken
 
     def _evict_idle(self) -> None:
@@ -415,4 +435,4 @@ class OutputPool:
     def _drop(self, slot: _Slot) -> None:
         """Free a buffer that no kernel reads or writes any more."""
         self._slots[slot.nbytes].remove(slot)
-        self._free_list.give(slot.offset, _rounded(slot.nbytes))
+        self._free_list.give(slot.offset, room_of(slot.nbytes))

@@ -15,6 +15,7 @@ from .bootstrap import launchers
 from .bootstrap.connection import Bootstrap, connect, from_group
 from .compile.description import COMM, describe
 from .errors import BackendUnavailableError, BootstrapError
+from .heap import whole_pages
 from .host import HostBackend
 from .pe_failure import text_of
 from .world import World, adopt, refuse_second
@@ -115,7 +116,7 @@ def _make_backend(
         )
     if heap_size is not None and heap_size <= 0:
         raise ValueError(f"heap_size: expected bytes above 0, got {heap_size}")
-    heap_bytes = -(-(heap_size or _DEFAULT_HEAP_BYTES[chosen]) // 4096) * 4096
+    heap_bytes = whole_pages(heap_size or _DEFAULT_HEAP_BYTES[chosen])
     sizes = [int(raw) for raw in bootstrap.exchange("heap-size", str(heap_bytes).encode())]
     if len(set(sizes)) > 1:
         raise BootstrapError(f"heap_size differs between PEs: {sizes} bytes")

@@ -24,16 +24,16 @@ from .call_numbers import CallNumbers
 from .changes import Changes
 from .compile.description import COMM, describe
 from .contract import Contract, kind_of
-from .credits import Credits, OtherCall
+from .credits import Credits, OtherCall, credit_bytes
 from .errors import PersistentOpsError, to_raise
 from .failures import Failures
-from .heap import SymmetricHeap
+from .heap import SymmetricHeap, room_of
 from .host_hints import HostHints
 from .stream_order import StreamOrder
 from .team import ALONE, Team
 from .torch_private import backward_pass
 
-__all__ = ["InputRecord", "Workspace"]
+__all__ = ["InputRecord", "Workspace", "workspace_bytes"]
 
 _READY_WORDS = 16384  # per sender: the most WGs, or slices for one peer, that a launch may have ...
 _ALL_READY_WORDS = 1 << 20  # ... where so many are enough for all senders
@@ -41,6 +41,12 @@ _WITHIN = (
     "an operator was called during a launch, by a signal handler or a finalizer; set a flag there, "
     "and call the operator after the launch"
 )
+
+
+def workspace_bytes(world_size: int, ready_words: int = _READY_WORDS) -> tuple[int, int, int]:
+    """Return the sizes of what a workspace has in the heap: credits, flags and abort words; `ready_words`: as there."""
+    ready_words = min(ready_words, _ALL_READY_WORDS // world_size)
+    return credit_bytes(world_size), world_size * ready_words * 8, world_size * 8
 
 
 class InputRecord:
@@ -109,11 +115,12 @@ class Workspace:
         self.first_epoch = 0
         """Below those of all launches since the last recovery."""
         size = bootstrap.world_size
-        self.credits = Credits(backend, heap, size)
+        _, ready, abort = workspace_bytes(size, ready_words)
+        self.credits = Credits(backend, heap, size, room_of(ready) + room_of(abort))
         """What PEs have begun here."""
-        self._ready_words = min(ready_words, _ALL_READY_WORDS // size)
-        self._ready = heap.empty((size * self._ready_words,), torch.int64)
-        self._abort = heap.empty((size,), torch.int64)
+        self._ready_words = ready // 8 // size
+        self._ready = heap.empty((ready // 8,), torch.int64, further=room_of(abort))
+        self._abort = heap.empty((abort // 8,), torch.int64)
         for flags in (self._ready, self._abort):
             flags.zero_()
         state_words = ctypes.sizeof(self._structs["LocalState"]) // 8

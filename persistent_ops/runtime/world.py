@@ -34,7 +34,7 @@ from .torch_private import backward_pass
 from .tracing import Tracer
 from .workspace import Workspace
 
-__all__ = ["World", "adopt", "current", "finalize", "for_call", "is_initialized"]
+__all__ = ["SIDE_READY_WORDS", "World", "adopt", "current", "finalize", "for_call", "is_initialized"]
 
 _log = logging.getLogger("persistent_ops")
 _LONGEST_FAREWELL_S = {"cpu": 5.0, "cuda": 15.0}  # by device; on GPUs it costs NVSHMEM's end where a peer comes later
@@ -63,7 +63,7 @@ _BESIDE = LaunchKind("agreement on launches side by side", (), has_kernel=False)
 _EMPTY = LaunchKind("allocation in the symmetric heap (po.empty, po.to_symmetric)", (), has_kernel=False)
 _FREE = LaunchKind("giving back memory of the symmetric heap (po.free)", (), has_kernel=False)
 _SIDE = LaunchKind("opening of a workspace beside the world's own", (), has_kernel=False)
-_SIDE_READY_WORDS = 64
+SIDE_READY_WORDS = 64
 
 
 class World:
@@ -133,7 +133,7 @@ class World:
         side = self._side_workspaces.get(name)
         if side is None:
             self.meet(_SIDE.contract(self.team))
-            main, words = self.workspace, _SIDE_READY_WORDS
+            main, words = self.workspace, SIDE_READY_WORDS
             side = Workspace(self.backend, self.bootstrap, self.heap, main.timeout, ready_words=words, main=main)
             side.admit = functools.partial(self._admit, name=name)
             side.run_beside(self.workspace, is_beside=self._runs_beside)

@@ -86,7 +86,7 @@ REFUSED = {
         "--learning-rate nan": "learning_rate must be above 0 and below infinity, got nan",
         "--warmup-steps 5 --decay-steps 3": "decay_start must be at least warmup_steps, which is 5, got 0",
         "--heap-gib 1e300": "heap_gib must be at most 1048576, got 1e+300",
-        "--heap-gib 0.0001 --pes 1": "pass heap_size=241664 or more to po.init",
+        "--heap-gib 0.0001 --pes 1": "pass heap_size >= ",
         "--resume": "there is no checkpoint in",
         "--format raw": "data: format raw takes a file (--data)",
         "--data x": "data: format synthetic takes no file or folder",

@@ -115,7 +115,7 @@ WRONG_INIT = {
     "heap too small for the flags": (
         {"heap_size": 4096},
         po.SymmetricHeapError,
-        r"heap of PE 0 has no room for 131072 bytes \(heap_size 4096.*pass heap_size=135168 or more to po\.init",
+        r"heap of PE 0 has no room for 131072 bytes \(heap_size 4096.*pass heap_size >= 135168 to po\.init",
     ),
     "unknown host option": ({"host_options": {"delay": 1}}, TypeError, "host_options: .*delay"),
     "WG of no threads": ({"host_options": {"wg_size": 0}}, ValueError, "wg_size: expected .*got 0"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from .columns import columns_of
 from .inversion import Inverted, Rows
 from .table_set import TableSet
 
-__all__ = ["OPERATOR", "BackwardKey", "BackwardPlan", "Tuning", "identity", "rows_of"]
+__all__ = ["OPERATOR", "BackwardKey", "BackwardPlan", "Tuning", "identity", "rows_of", "staging_need"]
 
 _STAGING = "gradients"  # an area: where peers put the gradients of this PE's tables
 _OUTGOING = "outgoing gradients"  # an area: copies of what is put to PEs that are not reachable
@@ -165,6 +165,18 @@ def rows_of(gradient: torch.Tensor) -> torch.Tensor:
 def _row_stride(gradient: torch.Tensor) -> int:
     """Return how many elements lie between the beginnings of two rows."""
     return gradient.shape[1] if gradient.is_contiguous() else gradient.stride(0)
+
+
+def staging_need(batch: int, columns: Iterable[int], wire_dtype: torch.dtype) -> Need:
+    """Return the area where gradients come, where there are peers.
+
+    Args:
+        batch: samples of all PEs.
+        columns: of each PE's tables.
+        wire_dtype: of gradients.
+    """
+    nbytes = max(columns) * batch * wire_dtype.itemsize
+    return Need(_STAGING, nbytes, nbytes + nbytes // 2)
 
 
 class BackwardPlan(Plan):
@@ -334,10 +346,10 @@ class BackwardPlan(Plan):
     def _reserve(self) -> None:
         """Make room for what other PEs push, and for what goes to those that cannot be stored to."""
         if self._key.team.size > 1:
-            room = max(map(sum, self._key.widths)) * self._batch * self._key.wire_dtype.itemsize
-            contract = _ROOM.contract(self._key.team, room)
+            need = staging_need(self._batch, map(sum, self._key.widths), self._key.wire_dtype)
+            contract = _ROOM.contract(self._key.team, need.nbytes)
             own = Need(_OUTGOING, self._outgoing_bytes) if self._outgoing_bytes else None
-            self._areas.reserve([Need(_STAGING, room, room + room // 2)], lambda: contract, own)
+            self._areas.reserve([need], lambda: contract, own)
             self.areas = (_STAGING,) if own is None else (_STAGING, _OUTGOING)
 
     def _choose_kernel(

@@ -25,7 +25,7 @@ from .checks import BOUNDS, most_rows
 from .inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsLayout, launches_beside
 from .lookups import Capacity, Given, InputExchange, Lookups, reserve
 
-__all__ = ["EmbeddingInputs", "checked_lookups"]
+__all__ = ["EmbeddingInputs", "checked_lookups", "layout_of"]
 
 _INTEGERS = tuple(INDEX_TYPES)
 _plain = PlainCalls()  # exchanges
@@ -87,25 +87,23 @@ class EmbeddingInputs:
         slot_order: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._world = world = _world.for_call()
-        chosen = _checked_slots(slots, num_features, world.size)
-        rows = max((rows for of_pe in chosen for _, rows in of_pe), default=0)
-        index_dtype = index_dtype or (torch.int32 if rows < 2**31 else torch.int64)
-        _check_choices(max_batch, bounds, index_dtype, rows)
-        if (lookups_per_sample is None) == (capacity is None):
-            raise ValueError("lookups_per_sample, capacity: expected exactly one of them")
-        num_beside = 0
-        if capacity is None:
-            assert lookups_per_sample is not None
-            estimates = _checked_estimates(num_features, lookups_per_sample)
-            capacity = _estimated(chosen, max_batch, estimates)
-            num_beside = _num_beside([estimates[feature] for feature, _ in chosen[world.rank]])
-        first_capacity = _checked_capacity(capacity, world.size)
-        self.index_dtype = index_dtype
+        layout, first_capacity, estimates = layout_of(
+            slots,
+            world.size,
+            num_features=num_features,
+            max_batch=max_batch,
+            lookups_per_sample=lookups_per_sample,
+            capacity=capacity,
+            is_weighted=is_weighted,
+            index_dtype=index_dtype,
+            bounds=bounds,
+        )
+        num_beside = _num_beside([estimates[feature] for feature, _ in layout.slots[world.rank]]) if estimates else 0
+        self.index_dtype = layout.index_dtype
         self.workspace = world.side_workspace(WORKSPACE)
         self.workspace.launches_beside = functools.partial(launches_beside, world)
         OPERATOR.prepare(world)
-        order = _checked_order(slot_order, chosen)
-        layout = InputsLayout(chosen, num_features, max_batch, index_dtype, bool(is_weighted), 0, order)
+        layout = layout._replace(order=_checked_order(slot_order, layout.slots))
         made = _made_in(world)
         layout = layout._replace(number=made.agree(world, self.workspace, layout, first_capacity))
         self._exchange = InputExchange(
@@ -326,6 +324,34 @@ def _made_in(world: World) -> _Made:
 
 
 # ---- what it can be made of ------------------------------------------------------------------------------------------
+
+
+def layout_of(
+    slots: Sequence[Sequence[tuple[int, int]]],
+    world_size: int,
+    *,
+    num_features: int,
+    max_batch: int,
+    lookups_per_sample: float | Sequence[float] | None,
+    capacity: Sequence[Sequence[int]] | None,
+    is_weighted: bool,
+    index_dtype: torch.dtype | None,
+    bounds: str,
+) -> tuple[InputsLayout, Capacity, list[float] | None]:
+    """Return layout (without number and order) and capacity for arguments of `EmbeddingInputs`, and the estimates."""
+    chosen = _checked_slots(slots, num_features, world_size)
+    rows = max((rows for of_pe in chosen for _, rows in of_pe), default=0)
+    index_dtype = index_dtype or (torch.int32 if rows < 2**31 else torch.int64)
+    _check_choices(max_batch, bounds, index_dtype, rows)
+    if (lookups_per_sample is None) == (capacity is None):
+        raise ValueError("lookups_per_sample, capacity: expected exactly one of them")
+    estimates = None
+    if capacity is None:
+        assert lookups_per_sample is not None
+        estimates = _checked_estimates(num_features, lookups_per_sample)
+        capacity = _estimated(chosen, max_batch, estimates)
+    layout = InputsLayout(chosen, num_features, max_batch, index_dtype, bool(is_weighted), 0, ())
+    return layout, _checked_capacity(capacity, world_size), estimates
 
 
 def _checked_slots(
