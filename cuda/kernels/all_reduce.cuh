@@ -34,7 +34,7 @@ struct Config {
   int pes = kPeStep;  // a multiple of kPeStep, at least the team's size
 };
 
-inline constexpr int kMaxSharingThreads = 256;  // of a WG: two such WGs fit an SM
+inline constexpr int kMaxSharingThreads = 288;  // of a WG: two such WGs fit an SM
 PO_CONSTANT(kMaxSharingThreads)
 
 template <Config kConfig>
@@ -106,7 +106,7 @@ template <int kPes>
 struct Shared {
   PlanWithHeaps<kPes> plan;
   uint64_t takes_part;  // 0: an earlier launch was aborted, so this one takes part in nothing
-  uint64_t is_missing;  // 1: a peer did not come to a turn
+  Turns turns;          // of slices
 };
 
 template <Config kConfig>
@@ -150,18 +150,21 @@ struct Kernel {
       shared.plan.team.epoch = begun.last_epoch + 1;
       name_call(shared.plan.team, call.forward_pass);  // @sum-named
       shared.takes_part = takes_part(shared.plan.team, begun.aborted);
+      if constexpr (!Traits::kSendsPackets) shared.turns.start(wg);
     }
     wg.sync();  // @epoch-known
     // With slices two WGs fill an SM. A successor with room beside only some of them would leave the rest until later.
     if constexpr (Traits::kSendsPackets && Traits::kSharesSm) release_successor();
     if (serves(wg)) {
       if (keeps_credits(wg)) grant_credit(shared.plan.team, Warp(), 0);
-      if constexpr (!Traits::kLastWarpsReduce) count_out(wg, shared);
+      if constexpr (Traits::kSendsPackets && !Traits::kLastWarpsReduce) count_out(wg, shared);
     }
     if constexpr (Traits::kSendsPackets) {
       exchange_packets(wg, shared, call, begun);
     } else {
-      SliceReduce<Traits, Plan, Call>(shared.plan, call, wg, shared.takes_part != 0, &shared.is_missing).run();
+      SliceReduce<Traits, Plan, Call>(shared.plan, call, wg, shared.takes_part != 0, shared.turns).run([&] {
+        count_out(wg, shared);
+      });
     }
     if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // the sources of puts are written again later
   }

@@ -261,4 +261,11 @@ class Handover {
   uint64_t word_;
 };
 
+// Arrives for a warp.
+PO_FN void hand_over(Handover& handover) {
+  const Warp warp;
+  warp.sync();
+  if (warp.rank() == 0) handover.arrive();
+}
+
 }  // namespace po

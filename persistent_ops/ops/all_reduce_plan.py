@@ -145,6 +145,11 @@ class AllReduceKey(NamedTuple):
     tuning: Tuning | None
 
 
+def _working_warps(world: World, threads: int) -> int:
+    """Return how many warps of a work-group have slices: all but one, which keeps turns; a lone one does both."""
+    return max(world.backend.warps_of(threads) - 1, 1)
+
+
 def _slice_places(world_size: int, ways: int) -> int:
     """Return how many slices a WG has room for."""
     return OPERATOR.description.constants["kStepsUnderWay"] * ways * world_size
@@ -173,7 +178,7 @@ def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
 def reserve_room(world: World) -> None:
     """See to the world's room for packets and slices; collective the first time."""
     constants, heap_bytes = OPERATOR.prepare(world).constants, world.backend.heap_bytes
-    warps = world.backend.warps_of(constants["kMaxSharingThreads"])  # the default of the slices' work-groups
+    warps = _working_warps(world, constants["kMaxSharingThreads"])  # the default of the slices' work-groups
     least = _slice_places(world.size, _MOST_WAYS) * warps * constants["kBlockBytes"]
 
     def lacking(nbytes: int) -> int:
@@ -356,7 +361,7 @@ class AllReducePlan(Plan):
         is_host = world.backend.name == "host"
         most_sharing = constants["kMaxSharingThreads"]
         self._threads = _HOST_THREADS if is_host else self._tuning.threads or most_sharing
-        warps = world.backend.warps_of(self._threads)
+        warps = _working_warps(world, self._threads)
         wgs_per_sm = 2 if self._threads <= most_sharing and not world.backend.leaves_room else 1
         most_wgs = min(self._tuning.work_groups or wgs_per_sm * world.backend.num_sms, constants["kMaxSliceWgs"])
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))

@@ -1,10 +1,11 @@
 // The sum by slices, for tensors whose time the links decide: elements travel without flags, once to their owner and
 // back.
 //
-// A slice is a WG's: kVectors blocks of each of its warps. A step has a slice for each owner. WGs of the same number,
-// one on each PE, work in turns. In turn t they send the elements of step t, add up step t - 1, and take the
-// results of step t - 2. One word per peer ends a turn for all three, and the next turn begins when all peers' words
-// have come. Places alternate between even and odd steps (kernels/all_reduce.md, rows 3 and 4).
+// A slice is a WG's: kVectors blocks of each of its working warps. A step has a slice for each owner. WGs of the same
+// number, one on each PE, work in turns. In turn t they send the elements of step t, add up step t - kLag, and take the
+// results of step t - 2 kLag. One word per peer ends a turn for all three. The last warp of a WG, its keeper, awaits the
+// peers' words and sends its own WG's; the other warps go on with the next turn meanwhile, since that needs nothing that
+// is younger than kLag turns (kernels/all_reduce.md, rows 3 and 4).
 #pragma once
 
 #include "comm/launch.cuh"
@@ -13,13 +14,30 @@
 namespace po::all_reduce {
 
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 2);
-inline constexpr int kMaxSteps = (1 << kEpochShift) - 2;  // of a launch: turns are counted in the bits below the epoch
-inline constexpr int kMaxSliceWgs = 1024;                 // the WGs' words have fixed places in every launch
-inline constexpr int kStepsUnderWay = 2;                  // steps in flight, each with places of its own
+inline constexpr int kLag = 2;                   // turns from a store to its use: 2 or more
+inline constexpr int kStepsUnderWay = 2 * kLag;  // steps in flight, each with places of its own
+inline constexpr int kMaxSteps =
+    (1 << kEpochShift) - 2 * kLag;         // of a launch: turns are counted in the bits below the epoch
+inline constexpr int kMaxSliceWgs = 1024;  // the WGs' words have fixed places in every launch
 PO_CONSTANT(kPhaseSlice)
 PO_CONSTANT(kStepsUnderWay)
 PO_CONSTANT(kMaxSteps)
 PO_CONSTANT(kMaxSliceWgs)
+
+// What the warps of a WG hand to each other.
+struct Turns {
+  Handover begun[2];       // by the keeper; of even and odd turns
+  Handover ended[2];       // by the other warps
+  uint64_t is_missing[2];  // 1: a peer did not come to the turn
+
+  // One thread; a sync of the WG must follow.
+  PO_FN void start(const WorkGroup& wg) {
+    for (int i = 0; i < 2; ++i) {
+      begun[i].start(1);
+      ended[i].start(max_of(wg.num_warps() - 1, 1));
+    }
+  }
+};
 
 template <class Traits, class Plan, class Call>
 class SliceReduce {
@@ -31,38 +49,41 @@ class SliceReduce {
   static constexpr int kLaneChunks = Block::kLaneChunks;
   static constexpr int kVectors = Traits::kVectors;
 
-  // `is_missing` is in shared memory.
-  PO_FN SliceReduce(const Plan& plan, const Call& call, const WorkGroup& wg, bool takes_part, uint64_t* is_missing)
+  PO_FN SliceReduce(const Plan& plan, const Call& call, const WorkGroup& wg, bool takes_part, Turns& turns)
       : plan_(plan),
         team_(plan.team),
         call_(call),
         wg_(wg),
         output_(plan, call),
-        is_missing_(is_missing),
+        turns_(turns),
+        is_alone_(wg.num_warps() == 1),
         has_given_up_(!takes_part) {}
 
-  PO_FN void run() {
+  // `count_out`: called by the keeper, once the first turn has begun. A lone warp (host) is keeper and worker.
+  template <class CountOut>
+  PO_FN void run(const CountOut& count_out) {
     const int steps = num_steps();
-    const int last_turn = steps == 0 ? 0 : steps + 1;  // without steps: turn 0 alone, which awaits the peers' credit
+    const int last_turn = steps == 0 ? 0 : steps - 1 + 2 * kLag;  // without steps: turn 0 alone, which awaits credit
+    const bool keeps = wg_.warp_index() == wg_.num_warps() - 1;
     PO_NO_UNROLL
     for (int turn = 0; turn <= last_turn; ++turn) {
-      await_turn(turn);                                   // @turn-await
-      if (turn >= 2) take(turn - 2);                      // @turn-take
-      if (turn >= 1 && turn <= steps) reduce(turn - 1);   // @turn-reduce
-      if (turn < steps) send(turn);                       // @turn-send
-      if (plan_.all_reachable == 0) fence_acq_rel_sys();  // publishes each thread's stores to the network
-      wg_.sync();                                         // @turn-done
-      if (turn < last_turn) tell(turn);
-      // Most rows are whole one turn after their results were taken.
-      if (Traits::kNorms && turn >= 3) norm_through(turn - 3, false);
+      if (keeps) {
+        await_turn(turn);  // @turn-await
+        hand_over(turns_.begun[turn % 2]);
+        if (turn == 0) count_out();
+      }
+      if (!keeps || is_alone_) work(turn, steps);
+      if (keeps && turn > 0) end_turn(turn - 1);
     }
-    if constexpr (Traits::kNorms) norm_through(steps - 1, true);
+    if constexpr (Traits::kNorms) {
+      if (!keeps || is_alone_) norm_through(steps - 1, true);
+    }
   }
 
  private:
   // ---- places --------------------------------------------------------------------------------------------------------
 
-  PO_FN int blocks_per_slice() const { return wg_.num_warps() * kVectors; }
+  PO_FN int blocks_per_slice() const { return (is_alone_ ? 1 : wg_.num_warps() - 1) * kVectors; }
   PO_FN int first_block(int step, int owner, int warp) const {
     return ((step * wg_.count() + wg_.index()) * team_.size + owner) * blocks_per_slice() + warp * kVectors;
   }
@@ -145,31 +166,45 @@ class SliceReduce {
 
   // ---- turns ---------------------------------------------------------------------------------------------------------
 
-  // Returns when all peers have ended the previous turn. Before the first turn: the previous launch, with the same
-  // contract.
+  // The keeper: waits until all peers have ended the turn kLag turns before. Before the first turn: the previous launch,
+  // with the same contract.
   PO_FN void await_turn(int turn) {
-    if (!has_given_up_ && wg_.warp_index() == 0) {
+    if (!has_given_up_) {
       bool all = true;
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {  // a lane for each peer
-        if (pe != team_.rank) all = has_ended(pe, turn) && all;
+        if (pe != team_.rank) all = has_ended(pe, turn - kLag) && all;
       }
-      const int num_there = warp_.count(all);
-      if (warp_.rank() == 0) *is_missing_ = num_there == warp_.size() ? 0 : 1;
+      has_given_up_ = warp_.count(all) != warp_.size();
     }
-    wg_.sync();  // @turn-begins: hands what a lane has acquired to all threads
-    has_given_up_ = has_given_up_ || *is_missing_ != 0;
+    if (warp_.rank() == 0) turns_.is_missing[turn % 2] = has_given_up_ ? 1 : 0;
   }
 
   PO_FN bool has_ended(int pe, int turn) const {
-    if (turn == 0) return await_credit(team_, pe);  // @slices-credit
+    if (turn == -kLag) return await_credit(team_, pe);  // @slices-credit
+    if (turn < 0) return true;
     const uint64_t* ended = local_word(team_, word(pe));
-    return await_step(team_, ended, static_cast<uint64_t>(turn), kPhaseSlice, pe, static_cast<uint64_t>(wg_.index()));
+    return await_step(team_, ended, static_cast<uint64_t>(turn) + 1, kPhaseSlice, pe,
+                      static_cast<uint64_t>(wg_.index()));
   }
 
-  // Signals the peers that this WG has ended a turn: its stores are in their places, and it has read what lay in its
-  // own places. Puts the turn's slices to unreachable peers first. Called after a sync of the WG.
-  PO_FN void tell(int turn) const {
-    if (has_given_up_ || wg_.warp_index() != 0) return;
+  // A worker: a turn, from its begin to its end.
+  PO_FN void work(int turn, int steps) {
+    turns_.begun[turn % 2].await(static_cast<uint32_t>(turn / 2));  // @turn-begins
+    has_given_up_ = has_given_up_ || turns_.is_missing[turn % 2] != 0;
+    if (turn >= 2 * kLag) take(turn - 2 * kLag);                   // @turn-take
+    if (turn >= kLag && turn < steps + kLag) reduce(turn - kLag);  // @turn-reduce
+    if (turn < steps) send(turn);                                  // @turn-send
+    if (plan_.all_reachable == 0) fence_acq_rel_sys();             // publishes each thread's stores to the network
+    hand_over(turns_.ended[turn % 2]);
+    // Most rows are whole one turn after their results were taken.
+    if (Traits::kNorms && turn > 2 * kLag) norm_through(turn - 2 * kLag - 1, false);
+  }
+
+  // The keeper: signals the peers that this WG has ended a turn: its stores are in their places, and it has read what lay
+  // in its own places. Puts the turn's slices to unreachable peers first.
+  PO_FN void end_turn(int turn) const {
+    turns_.ended[turn % 2].await(static_cast<uint32_t>(turn / 2));  // @turn-done
+    if (has_given_up_) return;
     const uint64_t value = flag_value(team_.epoch, static_cast<uint64_t>(turn) + 1);
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
       if (pe == team_.rank) continue;
@@ -184,7 +219,8 @@ class SliceReduce {
         put_nbi(team_, pe, place(target, step, team_.rank), team_.heap + source, slice_bytes());
       };
       put_slice(turn, pe, plan_.slices_offset, place(plan_.staging_offset, turn, pe));
-      put_slice(turn - 1, team_.rank, plan_.returned_offset, place(plan_.returned_offset, turn - 1, team_.rank));
+      const int returned = turn - kLag;
+      put_slice(returned, team_.rank, plan_.returned_offset, place(plan_.returned_offset, returned, team_.rank));
       put_fence(team_);  // @slices-fence
       signal(team_, pe, word(team_.rank), value);
     }
@@ -318,10 +354,11 @@ class SliceReduce {
   const WorkGroup& wg_;
   Output output_;
   const Warp warp_{};
-  uint64_t* is_missing_;  // written by the first warp before a turn's first sync, and read after it
-  int norm_step_ = 0;     // the next blocks to norm: of this step, of this owner
+  Turns& turns_;
+  const bool is_alone_;
+  int norm_step_ = 0;  // the next blocks to norm: of this step, of this owner
   int norm_owner_ = 0;
-  bool has_given_up_;  // the same in all threads: this WG sends and takes nothing any more
+  bool has_given_up_;  // this WG sends and takes nothing any more
 };
 
 }  // namespace po::all_reduce

@@ -82,13 +82,6 @@ struct Slots {
   }
 };
 
-// Arrives for a warp.
-PO_FN void hand_over(Handover& handover) {
-  const Warp warp;
-  warp.sync();
-  if (warp.rank() == 0) handover.arrive();
-}
-
 struct Shared {
   Plan plan;
   uint64_t is_missing;  // 1: something did not come from a peer
