@@ -34,8 +34,7 @@ struct Config {
   int pes = kPeStep;  // a multiple of kPeStep, at least the team's size
 };
 
-inline constexpr int kMaxSharingThreads = 288;  // of a WG: two such WGs fit an SM
-PO_CONSTANT(kMaxSharingThreads)
+inline constexpr int kMaxSharingThreads = 256;  // of a WG of packets: two such WGs fit an SM
 
 template <Config kConfig>
 struct Traits {
@@ -46,9 +45,8 @@ struct Traits {
   static constexpr int kThreads = kConfig.threads;
   static constexpr bool kSendsPackets = kAlgorithm != Algorithm::kSlices;
   using Block = RowBlock<Scalar, kConfig.aligned, kSendsPackets>;  // slices take all registers
-  // The SM is shared with the successor, which begins when this launch lets it in, or with another WG. Larger WGs have
-  // too many registers.
-  static constexpr bool kSharesSm = kThreads <= kMaxSharingThreads;
+  // The SM is shared with the successor, which begins when this launch lets it in. Larger WGs have too many registers.
+  static constexpr bool kSharesSm = kSendsPackets && kThreads <= kMaxSharingThreads;
   // There may be more blocks than warps. Then only one warp of a launch, the one that awaits credit, has no blocks.
   static constexpr bool kLastWarpsReduce = kSendsPackets && !kSharesSm;
   // Senders whose elements are loaded together.
@@ -66,10 +64,11 @@ struct Plan {
   uint64_t results_bytes;    // of one parity
   int64_t blocks_per_adder;  // from one sender, added up at one PE
   uint64_t copies_offset;    // BarePacket[elements, results][num_blocks][kBlockChunks]: the sources of puts
-  // Slices, one per WG, of the two steps in flight: [2][size][WGs].
+  // Slices of packets, one per WG: BarePacket[num_places][size][WGs][workers][kBlockChunks].
   uint64_t slices_offset;    // from a sender, to this PE as the owner
   uint64_t returned_offset;  // from an owner, the results
-  uint64_t staging_offset;   // the sources of puts to owners that are not reachable
+  uint64_t staging_offset;   // the sources of puts: elements for a PE, results as this PE's; never empty
+  int64_t num_places;        // kLeastPlaces or more
   uint64_t turns_offset;     // uint64_t[size][kMaxSliceWgs]: turns that a peer's WG has ended
   Packet* squares;           // [num_blocks], private to the PE
   Divisor size;              // of the team, to divide by
@@ -77,8 +76,8 @@ struct Plan {
   int64_t all_reachable;
 };
 PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, flags_offset, flags_bytes, results_offset, results_bytes,
-            blocks_per_adder, copies_offset, slices_offset, returned_offset, staging_offset, turns_offset, squares,
-            size, num_wgs, all_reachable)
+            blocks_per_adder, copies_offset, slices_offset, returned_offset, staging_offset, num_places, turns_offset,
+            squares, size, num_wgs, all_reachable)
 
 struct Call {
   const uint8_t* x;
@@ -153,8 +152,7 @@ struct Kernel {
       if constexpr (!Traits::kSendsPackets) shared.turns.start(wg);
     }
     wg.sync();  // @epoch-known
-    // With slices two WGs fill an SM. A successor with room beside only some of them would leave the rest until later.
-    if constexpr (Traits::kSendsPackets && Traits::kSharesSm) release_successor();
+    if constexpr (Traits::kSharesSm) release_successor();
     if (serves(wg)) {
       if (keeps_credits(wg)) grant_credit(shared.plan.team, Warp(), 0);
       if constexpr (Traits::kSendsPackets && !Traits::kLastWarpsReduce) count_out(wg, shared);

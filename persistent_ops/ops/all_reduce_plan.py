@@ -70,9 +70,10 @@ _SQUARES = "squares"  # packets with the sums of squares of one launch's blocks,
 _HEAP_PARTS = 8  # of which the packets and slices have one
 _PACKET_SHARE = 3 / 8  # of the room in the heap; slices have the rest
 _MOST_PACKET_LAUNCHES = 2  # for which "auto" takes packets
-_MOST_WAYS = 3  # places of a slice: left by a sender, returned by an owner, about to be put
+_MOST_WAYS = 3  # of a slice: left by a sender, returned by an owner, about to be put
 _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
 _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which warps have one block at most, a WG's last none
+_SLICE_THREADS = 544  # of a WG: 16 warps and the keeper
 _HOST_THREADS = 128
 _WARP_BLOCKS = (2, 1)
 
@@ -106,7 +107,10 @@ OPERATOR = Operator(
         Field.dtype("dtype", list(SCALARS), "the dtype of x"),
         Field.choice("algorithm", ALGORITHMS),
         Field.flags("epilogue (bias, residual, norm)", ("bias", "residual", "norm")),
-        *map(Field.internal, ("work_groups", "threads", "warp_blocks", "first_element", "blocks_of_launch")),
+        *map(
+            Field.internal,
+            ("work_groups", "threads", "warp_blocks", "places", "first_element", "blocks_of_launch"),
+        ),
     ),
     call="forward_pass",
     phases={
@@ -150,11 +154,6 @@ def _working_warps(world: World, threads: int) -> int:
     return max(world.backend.warps_of(threads) - 1, 1)
 
 
-def _slice_places(world_size: int, ways: int) -> int:
-    """Return how many slices a WG has room for."""
-    return OPERATOR.description.constants["kStepsUnderWay"] * ways * world_size
-
-
 def _room(heap_bytes: int) -> int:
     """Return how much of a heap packets and slices have."""
     room_bytes: int = OPERATOR.default_tuning.room_bytes
@@ -170,7 +169,7 @@ def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
     return [
         Need(_PACKETS, packets, fill=-1, is_restored=True),
         Need(_FLAGS, flags, fill=0),
-        Need(_SLICES, room // 512 * 512 - packets - flags - turns),
+        Need(_SLICES, room // 512 * 512 - packets - flags - turns, fill=-1, is_restored=True),
         Need(_TURNS, turns, fill=0),
     ]
 
@@ -178,8 +177,8 @@ def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
 def reserve_room(world: World) -> None:
     """See to the world's room for packets and slices; collective the first time."""
     constants, heap_bytes = OPERATOR.prepare(world).constants, world.backend.heap_bytes
-    warps = _working_warps(world, constants["kMaxSharingThreads"])  # the default of the slices' work-groups
-    least = _slice_places(world.size, _MOST_WAYS) * warps * constants["kBlockBytes"]
+    least = _MOST_WAYS * world.size * constants["kLeastPlaces"] * _working_warps(world, _SLICE_THREADS)
+    least *= constants["kBlockBytes"]
 
     def lacking(nbytes: int) -> int:
         return next(least - need.nbytes for need in room_needs(world.size, nbytes) if need.name == _SLICES)
@@ -352,43 +351,32 @@ class AllReducePlan(Plan):
         self._grid = max(1, min(self._tuning.work_groups or num_sms, here))
         has_several = world.backend.name == "host" or here > self._grid * (self._threads // 32)
         self._warp_blocks = self._tuning.warp_blocks or _WARP_BLOCKS[0 if has_several else -1]
-        self._slice_bytes = 0
+        self._num_places = self._way_bytes = 0
         return most
 
     def _plan_slices(self, blocks: int) -> int:
-        """Choose grid, WGs and slices; return how many blocks a launch can have."""
+        """Choose grid, WGs and places; return how many blocks a launch can have."""
         world, team, constants = self._world, self._key.team, self._constants
         is_host = world.backend.name == "host"
-        most_sharing = constants["kMaxSharingThreads"]
-        self._threads = _HOST_THREADS if is_host else self._tuning.threads or most_sharing
-        warps = _working_warps(world, self._threads)
-        wgs_per_sm = 2 if self._threads <= most_sharing and not world.backend.leaves_room else 1
-        most_wgs = min(self._tuning.work_groups or wgs_per_sm * world.backend.num_sms, constants["kMaxSliceWgs"])
+        self._threads = _HOST_THREADS if is_host else self._tuning.threads or _SLICE_THREADS
+        self._warp_blocks = 1
+        workers = _working_warps(world, self._threads)
+        most_wgs = min(self._tuning.work_groups or world.backend.num_sms, constants["kMaxSliceWgs"])
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
-        places = _slice_places(team.size, _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS)
-
-        def blocks_of_step(warp_blocks: int) -> int:
-            return team.size * warps * warp_blocks
-
-        def fits(warp_blocks: int) -> int:
-            """Return for how many WGs there is room."""
-            return room // (places * warps * warp_blocks * constants["kBlockBytes"])
-
-        suitable = (v for v in _WARP_BLOCKS if blocks >= most_wgs * blocks_of_step(v) and fits(v) >= most_wgs)
-        self._warp_blocks = self._tuning.warp_blocks or (
-            _WARP_BLOCKS[0] if is_host else next(suitable, _WARP_BLOCKS[-1])
-        )
-        if fits(self._warp_blocks) == 0:
-            self._warp_blocks = _WARP_BLOCKS[-1]
-        if fits(self._warp_blocks) == 0:
+        ways = _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS
+        places = room // (ways * team.size * workers * constants["kBlockBytes"])  # of all WGs
+        fitting = places // constants["kLeastPlaces"]
+        if fitting == 0:
             raise ValueError(
                 f"threads, room_bytes: the slices of a WG of {self._threads} threads do not fit {room} bytes; use "
                 "fewer threads or a larger room_bytes"
             )
-        step = blocks_of_step(self._warp_blocks)
-        self._grid = max(1, min(most_wgs, fits(self._warp_blocks), -(-blocks // step)))
-        self._slice_bytes = warps * self._warp_blocks * constants["kBlockBytes"]
-        return min(constants["kMaxSteps"] * self._grid * step, _MOST_BLOCKS)
+        self._grid = max(1, min(most_wgs, fitting, -(-blocks // (team.size * workers))))
+        step = self._grid * team.size * workers
+        # More than steps are not used.
+        self._num_places = min(int(__import__("os").environ.get("PLACES", "99")), places // self._grid, max(-(-blocks // step), constants["kLeastPlaces"]))
+        self._way_bytes = self._num_places * step * constants["kBlockBytes"]
+        return min(constants["kMaxSteps"] * step, _MOST_BLOCKS)
 
     def _ranges(self, most: int) -> list[tuple[int, int, int]]:
         """Return first element, rows and width of each launch, which has at most so many blocks."""
@@ -427,13 +415,14 @@ class AllReducePlan(Plan):
             self._grid,
             32 * world.backend.warps_of(self._threads),
             self._warp_blocks,
+            self._num_places,
             first_element,
             rows * per_row,
         )
         packets, flags, slices, turns = (self._areas[name] for name in (_PACKETS, _FLAGS, _SLICES, _TURNS))
         # The same in all plans: a PE may be one launch ahead, whatever that is.
         part = _part_bytes(team, packets.nbytes)
-        way_bytes = _slice_places(team.size, 1) * self._grid * self._slice_bytes
+        staged = slices.nbytes // _MOST_WAYS // 512 * 512
         plan = self._structs["Plan"](
             team=world.workspace.team(contract),
             sums_offset=packets.offset,
@@ -445,8 +434,9 @@ class AllReducePlan(Plan):
             blocks_per_adder=-(-rows * per_row // (team.size if self.algorithm == "two_shot" else 1)),
             copies_offset=packets.offset + 4 * part,
             slices_offset=slices.offset,
-            returned_offset=slices.offset + way_bytes,
-            staging_offset=slices.offset + 2 * way_bytes,
+            returned_offset=slices.offset + self._way_bytes,
+            staging_offset=slices.offset + (_MOST_WAYS - 1) * staged,
+            num_places=self._num_places,
             turns_offset=turns.offset,
             size=self._divisor(team.size),
             num_wgs=self._divisor(self._grid),

@@ -18,6 +18,12 @@ PO_FN BarePacket bare_packet_of(const Vector<16>& chunk) {
   return packet;
 }
 
+PO_FN Vector<16> chunk_of(const BarePacket& packet) {
+  Vector<16> chunk;
+  __builtin_memcpy(&chunk, &packet, sizeof(chunk));
+  return chunk;
+}
+
 // Places of packets at equal distances.
 template <int kCount>
 struct BarePlaces {

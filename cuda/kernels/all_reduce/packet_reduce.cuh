@@ -226,12 +226,6 @@ class PacketReduce {
     return all;
   }
 
-  static PO_FN Chunk chunk_of(const BarePacket& packet) {
-    Chunk chunk;
-    __builtin_memcpy(&chunk, &packet, sizeof(chunk));
-    return chunk;
-  }
-
   // ---- receiving -----------------------------------------------------------------------------------------------------
 
   // Adds up a block in rank order and finishes it; as the block's owner, sends the results to the others. `own`: this

@@ -1,26 +1,26 @@
-// The sum by slices, for tensors whose time the links decide: elements travel without flags, once to their owner and
-// back.
+// The sum by slices, for tensors whose time the links decide: packets to their owner and back, in places that many
+// packets use in turn.
 //
-// A slice is a WG's: kVectors blocks of each of its working warps. A step has a slice for each owner. WGs of the same
-// number, one on each PE, work in turns. In turn t they send the elements of step t, add up step t - kLag, and take the
-// results of step t - 2 kLag. One word per peer ends a turn for all three. The last warp of a WG, its keeper, awaits the
-// peers' words and sends its own WG's; the other warps go on with the next turn meanwhile, since that needs nothing that
-// is younger than kLag turns (kernels/all_reduce.md, rows 3 and 4).
+// A slice is a WG's: a block of each of its working warps. A step has a slice for each owner. WGs of the same number,
+// one on each PE, work in turns. In turn t they send the elements of step t, add up step t - kLag, and take the results
+// of step t - 2 kLag. A packet arrives by itself, like those of packet_reduce. Only the reuse of its place needs a word,
+// one per peer and turn: all places of the turn are empty. The last warp of a WG, its keeper, awaits the peers' words and
+// sends its own WG's; the other warps work on meanwhile (kernels/all_reduce.md, rows 3 and 4).
 #pragma once
 
-#include "comm/launch.cuh"
+#include "kernels/all_reduce/bare_packets.cuh"
 #include "kernels/all_reduce/block_output.cuh"
 
 namespace po::all_reduce {
 
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 2);
-inline constexpr int kLag = 2;                   // turns from a store to its use: 2 or more
-inline constexpr int kStepsUnderWay = 2 * kLag;  // steps in flight, each with places of its own
+inline constexpr int kLag = 2;                 // turns from a store to its use
+inline constexpr int kLeastPlaces = 2 * kLag;  // of a counterpart: so words may come two turns later (run)
 inline constexpr int kMaxSteps =
     (1 << kEpochShift) - 2 * kLag;         // of a launch: turns are counted in the bits below the epoch
 inline constexpr int kMaxSliceWgs = 1024;  // the WGs' words have fixed places in every launch
 PO_CONSTANT(kPhaseSlice)
-PO_CONSTANT(kStepsUnderWay)
+PO_CONSTANT(kLeastPlaces)
 PO_CONSTANT(kMaxSteps)
 PO_CONSTANT(kMaxSliceWgs)
 
@@ -47,7 +47,7 @@ class SliceReduce {
   using Chunk = typename Block::Chunk;
   using Chunks = typename Block::Chunks;
   static constexpr int kLaneChunks = Block::kLaneChunks;
-  static constexpr int kVectors = Traits::kVectors;
+  static constexpr int kBatch = 2;  // PEs whose packets are loaded together
 
   PO_FN SliceReduce(const Plan& plan, const Call& call, const WorkGroup& wg, bool takes_part, Turns& turns)
       : plan_(plan),
@@ -56,123 +56,100 @@ class SliceReduce {
         wg_(wg),
         output_(plan, call),
         turns_(turns),
-        is_alone_(wg.num_warps() == 1),
+        num_workers_(max_of(wg.num_warps() - 1, 1)),
+        num_steps_(steps()),
         has_given_up_(!takes_part) {}
 
   // `count_out`: called by the keeper, once the first turn has begun. A lone warp (host) is keeper and worker.
   template <class CountOut>
   PO_FN void run(const CountOut& count_out) {
-    const int steps = num_steps();
-    const int last_turn = steps == 0 ? 0 : steps - 1 + 2 * kLag;  // without steps: turn 0 alone, which awaits credit
     const bool keeps = wg_.warp_index() == wg_.num_warps() - 1;
+    const bool works = wg_.warp_index() < num_workers_;
     PO_NO_UNROLL
-    for (int turn = 0; turn <= last_turn; ++turn) {
+    for (int turn = 0; turn < num_turns(); ++turn) {
       if (keeps) {
         await_turn(turn);  // @turn-await
         hand_over(turns_.begun[turn % 2]);
         if (turn == 0) count_out();
+        if (turn == num_steps_) release_successor();  // begins as the WGs of this launch end
       }
-      if (!keeps || is_alone_) work(turn, steps);
+      if (works) work(turn);
       if (keeps && turn > 0) end_turn(turn - 1);
     }
     if constexpr (Traits::kNorms) {
-      if (!keeps || is_alone_) norm_through(steps - 1, true);
+      if (works) norm_through(num_steps_ - 1, true);
     }
   }
 
  private:
   // ---- places --------------------------------------------------------------------------------------------------------
 
-  PO_FN int blocks_per_slice() const { return (is_alone_ ? 1 : wg_.num_warps() - 1) * kVectors; }
-  PO_FN int first_block(int step, int owner, int warp) const {
-    return ((step * wg_.count() + wg_.index()) * team_.size + owner) * blocks_per_slice() + warp * kVectors;
+  PO_FN int first_block(int step, int owner) const {
+    return ((step * wg_.count() + wg_.index()) * team_.size + owner) * num_workers_;
   }
-  PO_FN int first_block(int step, int owner) const { return first_block(step, owner, wg_.warp_index()); }
+  // This warp's block of a slice; there may be none of that number.
+  PO_FN int block(int step, int owner) const { return first_block(step, owner) + wg_.warp_index(); }
 
   // Number of steps in which this WG has blocks.
-  PO_FN int num_steps() const {
-    const int per_step = wg_.count() * team_.size * blocks_per_slice();
-    return ceil_div(max_of(call_.rows.num_blocks - first_block(0, 0, 0), 0), per_step);
+  PO_FN int steps() const {
+    const int per_step = wg_.count() * team_.size * num_workers_;
+    return ceil_div(max_of(call_.rows.num_blocks - first_block(0, 0), 0), per_step);
   }
+  // Without steps: turn 0 alone, which awaits the peers' credit.
+  PO_FN int num_turns() const { return num_steps_ == 0 ? 1 : num_steps_ + 2 * kLag; }
 
-  // Number of this warp's blocks in a slice.
-  PO_FN int num_blocks(int step, int owner) const {
-    return max_of(min_of(kVectors, call_.rows.num_blocks - first_block(step, owner)), 0);
-  }
-
+  PO_FN int num_places() const { return static_cast<int>(plan_.num_places); }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
-  PO_FN uint64_t slice_bytes() const { return static_cast<uint64_t>(blocks_per_slice()) * kBlockBytes; }
+  PO_FN uint64_t slice_bytes() const { return static_cast<uint64_t>(num_workers_) * kBlockBytes; }
+  PO_FN uint64_t bytes_to_next_pe() const { return static_cast<uint64_t>(wg_.count()) * slice_bytes(); }
 
   // Offset, in every heap, of this WG's slice of a step with a PE: where the sender or the owner stores, or the source
   // of a put.
-  PO_FN uint64_t place(uint64_t area, int step, int pe) const {
-    const int alternate = step % kStepsUnderWay;  // @slices-alternate
-    return area + static_cast<uint64_t>((alternate * team_.size + pe) * wg_.count() + wg_.index()) * slice_bytes();
+  PO_FN uint64_t slice_place(uint64_t area, int step, int pe) const {
+    const int place = step % num_places();  // @slices-alternate
+    return area + static_cast<uint64_t>((place * team_.size + pe) * wg_.count() + wg_.index()) * slice_bytes();
+  }
+  // Offset of a lane's packet in a slice.
+  PO_FN uint64_t packet_place(uint64_t area, int step, int pe, int i) const {
+    return slice_place(area, step, pe) + static_cast<uint64_t>(wg_.warp_index()) * kBlockBytes +
+           static_cast<uint64_t>(Block::chunk_of(warp_, i)) * sizeof(BarePacket);
   }
   // Offset of the word that counts turns of a PE's WG.
   PO_FN uint64_t word(int pe) const {
     return plan_.turns_offset + static_cast<uint64_t>(pe * kMaxSliceWgs + wg_.index()) * sizeof(uint64_t);
   }
-  PO_FN Chunk* chunk_at(int pe, uint64_t offset, int v, int i) const {
-    return reinterpret_cast<Chunk*>(plan_.heaps[pe] + offset) + (wg_.warp_index() * kVectors + v) * kBlockChunks +
-           Block::chunk_of(warp_, i);
-  }
-
-  // Calls use(v, i, place) for this lane's chunks of a slice.
-  template <class Use>
-  PO_FN void for_each_chunk(int step, int owner, const Use& use) const {
-    const int first = first_block(step, owner);
-    const int count = num_blocks(step, owner);
-    PO_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      PO_UNROLL
-      for (int i = 0; i < kLaneChunks; ++i) {
-        if (v >= count) continue;
-        const ChunkPlace at = output_.place(first + v, i);
-        if (at.count != 0) use(v, i, at);
-      }
-    }
-  }
-
-  // A lane's chunks of a slice.
-  struct Slice {
-    Chunks blocks[kVectors];
-  };
-
-  // Loads a slice for each peer with `load(pe, v, i, place)`, a few peers at a time, and passes them to use(pe, slice).
-  template <class Load, class Use>
-  PO_FN void for_each_peer(int step, const Load& load, const Use& use) const {
-    constexpr int kBatch = Traits::kSendersAtOnce;
-    PO_NO_UNROLL
-    for (int first = 1; first < team_.size; first += kBatch) {
-      Slice slices[kBatch] = {};
-      PO_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        if (first + k >= team_.size) continue;
-        const int pe = behind(first + k);
-        for_each_chunk(step, pe,
-                       [&](int v, int i, const ChunkPlace& at) { slices[k].blocks[v][i] = load(pe, v, i, at); });
-      }
-      PO_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        if (first + k < team_.size) use(behind(first + k), slices[k]);
-      }
-    }
-  }
-  PO_FN int behind(int hops) const {
+  PO_FN int after(int hops) const {
     const int pe = team_.rank + hops;
     return pe < team_.size ? pe : pe - team_.size;
+  }
+  PO_FN ChunkPlace chunk(int step, int owner, int i) const {
+    const int number = block(step, owner);
+    return number < call_.rows.num_blocks ? output_.place(number, i) : ChunkPlace{};
   }
 
   // ---- turns ---------------------------------------------------------------------------------------------------------
 
-  // The keeper: waits until all peers have ended the turn kLag turns before. Before the first turn: the previous launch,
-  // with the same contract.
+  // Whether a turn stores to places of this PE's near peers that they have read before, or of this PE that it has read.
+  PO_FN bool stores_again(int turn) const {
+    const bool sends_again = turn >= num_places() && turn < num_steps_;
+    return sends_again || (turn >= num_places() + kLag && turn < num_steps_ + kLag);
+  }
+  // A turn's number of turns after the last one in which the places of its stores were read.
+  PO_FN int distance(int pe) const { return is_near(pe) ? num_places() - kLag : kLag; }
+  // Whether a PE waits for the end of a turn: a near one for places, another one for what is put.
+  PO_FN bool is_told(int pe, int turn) const {
+    const int then = turn + distance(pe);
+    return turn >= 0 && (is_near(pe) ? stores_again(then) : then < num_turns());
+  }
+
+  // The keeper: waits until this turn's places are empty, and what was put has come. Before the first turn: until the
+  // peers have ended the previous launch, and have the same contract.
   PO_FN void await_turn(int turn) {
     if (!has_given_up_) {
       bool all = true;
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {  // a lane for each peer
-        if (pe != team_.rank) all = has_ended(pe, turn - kLag) && all;
+        if (pe != team_.rank)
+          all = (turn == 0 ? await_credit(team_, pe) : has_ended(pe, turn - distance(pe))) && all;  // @slices-credit
       }
       has_given_up_ = warp_.count(all) != warp_.size();
     }
@@ -180,157 +157,225 @@ class SliceReduce {
   }
 
   PO_FN bool has_ended(int pe, int turn) const {
-    if (turn == -kLag) return await_credit(team_, pe);  // @slices-credit
-    if (turn < 0) return true;
+    if (!is_told(pe, turn)) return true;
     const uint64_t* ended = local_word(team_, word(pe));
     return await_step(team_, ended, static_cast<uint64_t>(turn) + 1, kPhaseSlice, pe,
                       static_cast<uint64_t>(wg_.index()));
   }
 
-  // A worker: a turn, from its begin to its end.
-  PO_FN void work(int turn, int steps) {
-    turns_.begun[turn % 2].await(static_cast<uint32_t>(turn / 2));  // @turn-begins
-    has_given_up_ = has_given_up_ || turns_.is_missing[turn % 2] != 0;
-    if (turn >= 2 * kLag) take(turn - 2 * kLag);                   // @turn-take
-    if (turn >= kLag && turn < steps + kLag) reduce(turn - kLag);  // @turn-reduce
-    if (turn < steps) send(turn);                                  // @turn-send
-    if (plan_.all_reachable == 0) fence_acq_rel_sys();             // publishes each thread's stores to the network
-    hand_over(turns_.ended[turn % 2]);
-    // Most rows are whole one turn after their results were taken.
-    if (Traits::kNorms && turn > 2 * kLag) norm_through(turn - 2 * kLag - 1, false);
-  }
-
-  // The keeper: signals the peers that this WG has ended a turn: its stores are in their places, and it has read what lay
-  // in its own places. Puts the turn's slices to unreachable peers first.
+  // The keeper: signals the peers that this WG has ended a turn: the places that it has read are empty. Puts the turn's
+  // slices to unreachable peers first.
   PO_FN void end_turn(int turn) const {
     turns_.ended[turn % 2].await(static_cast<uint32_t>(turn / 2));  // @turn-done
     if (has_given_up_) return;
     const uint64_t value = flag_value(team_.epoch, static_cast<uint64_t>(turn) + 1);
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
-      if (pe == team_.rank) continue;
+      if (pe == team_.rank || !is_told(pe, turn)) continue;
       if (is_near(pe)) {
         trace_send(pe, word(team_.rank));
         // @turn-release
         flag_store_release_sys(reinterpret_cast<uint64_t*>(plan_.heaps[pe] + word(team_.rank)), value);
         continue;
       }
-      const auto put_slice = [&](int step, int owner, uint64_t target, uint64_t source) {
-        if (step < 0 || first_block(step, owner, 0) >= call_.rows.num_blocks) return;
-        put_nbi(team_, pe, place(target, step, team_.rank), team_.heap + source, slice_bytes());
+      const auto put_slice = [&](int step, int owner, uint64_t target, uint64_t source, int copy) {
+        if (step < 0 || first_block(step, owner) >= call_.rows.num_blocks) return;
+        put_nbi(team_, pe, slice_place(target, step, team_.rank), team_.heap + slice_place(source, step, copy),
+                slice_bytes());
       };
-      put_slice(turn, pe, plan_.slices_offset, place(plan_.staging_offset, turn, pe));
-      const int returned = turn - kLag;
-      put_slice(returned, team_.rank, plan_.returned_offset, place(plan_.returned_offset, returned, team_.rank));
+      put_slice(turn, pe, plan_.slices_offset, plan_.staging_offset, pe);
+      put_slice(turn - kLag, team_.rank, plan_.returned_offset, plan_.staging_offset, team_.rank);
       put_fence(team_);  // @slices-fence
       signal(team_, pe, word(team_.rank), value);
     }
   }
 
+  // A worker: a turn, from its begin to its end. What this PE has itself is loaded before.
+  PO_FN void work(int turn) {
+    const Own own = load_own(turn - kLag);
+    const Elements elements = load_elements(turn, 1);
+    turns_.begun[turn % 2].await(static_cast<uint32_t>(turn / 2));  // @turn-begins
+    has_given_up_ = has_given_up_ || turns_.is_missing[turn % 2] != 0;
+    if (turn < num_steps_) send(turn, elements);  // @turn-send
+    if (turn >= kLag && turn < num_steps_ + kLag) reduce(turn - kLag, own);
+    if (turn >= 2 * kLag) take(turn - 2 * kLag);
+    if (plan_.all_reachable == 0) fence_acq_rel_sys();  // publishes each thread's stores to the network
+    hand_over(turns_.ended[turn % 2]);
+    // Most rows are whole one turn after their results were taken.
+    if (Traits::kNorms && turn > 2 * kLag) norm_through(turn - 2 * kLag - 1, false);
+  }
+
   // ---- a step --------------------------------------------------------------------------------------------------------
 
-  // Sends this PE's elements to their owners.
-  PO_FN void send(int step) const {
+  // Stores a packet to a PE, or to the source of the put to it. `copy`: of that source.
+  PO_FN void send_packet(int pe, uint64_t area, int step, int i, int copy, const BarePacket& packet) const {
+    const uint64_t place = is_near(pe) ? plan_.heaps[pe] + packet_place(area, step, team_.rank, i)
+                                       : plan_.heaps[team_.rank] + packet_place(plan_.staging_offset, step, copy, i);
+    bare_packet_store_sys(reinterpret_cast<BarePacket*>(place), packet);
+  }
+
+  // This PE's elements for kBatch owners.
+  struct Elements {
+    Chunks of[kBatch];
+  };
+  PO_FN Elements load_elements(int step, int first) const {
+    Elements elements = {};
+    for_each_chunk(step, first, [&](int k, int i, int, const ChunkPlace& at) {
+      elements.of[k][i] = Block::load(call_.x, at.element, at.count);
+    });
+    return elements;
+  }
+
+  // Sends this PE's elements to their owners. `elements`: of the first ones.
+  PO_FN void send(int step, Elements elements) const {
     if (has_given_up_) return;
     const TaskTrace trace(true);
-    for_each_peer(
-        step, [&](int, int, int, const ChunkPlace& at) { return Block::load(call_.x, at.element, at.count); },
-        [&](int pe, const Slice& slice) {
-          // Elements for a PE that is not reachable are put from this PE's own memory.
-          const bool is_stored = is_near(pe);
-          const uint64_t offset =
-              is_stored ? place(plan_.slices_offset, step, team_.rank) : place(plan_.staging_offset, step, pe);
-          for_each_chunk(step, pe, [&](int v, int i, const ChunkPlace&) {
-            store_vector<kChunkBytes>(chunk_at(is_stored ? pe : team_.rank, offset, v, i), slice.blocks[v][i]);
-          });
-        });
+    PO_NO_UNROLL
+    for (int first = 1; first < team_.size;) {
+      for_each_chunk(step, first, [&](int k, int i, int pe, const ChunkPlace&) {
+        send_packet(pe, plan_.slices_offset, step, i, pe, bare_packet_of(elements.of[k][i]));
+      });
+      first += kBatch;
+      elements = load_elements(step, first);
+    }
+  }
+
+  // Calls use(k, i, owner, place) for this lane's chunks with kBatch owners, as of the one after `first` hops.
+  template <class Use>
+  PO_FN void for_each_chunk(int step, int first, const Use& use) const {
+    PO_UNROLL
+    for (int k = 0; k < kBatch; ++k) {
+      if (step >= num_steps_ || first + k >= team_.size) continue;
+      const int owner = after(first + k);
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) {
+        const ChunkPlace at = chunk(step, owner, i);
+        if (at.count != 0) use(k, i, owner, at);
+      }
+    }
+  }
+
+  // What this PE itself adds to its slice.
+  struct Own {
+    Chunks elements;
+    typename Output::Addends addends[kLaneChunks];
+  };
+  PO_FN Own load_own(int step) const {
+    Own own = {};
+    if (step < 0 || step >= num_steps_) return own;
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const ChunkPlace at = chunk(step, team_.rank, i);
+      if (at.count == 0) continue;
+      own.elements[i] = Block::load(call_.x, at.element, at.count);
+      own.addends[i] = output_.addends(at);
+    }
+    return own;
   }
 
   // Adds up all PEs' elements of the own slice, and sends the results to every PE.
-  PO_FN void reduce(int step) {
-    if (has_given_up_) return poison(step, team_.rank);
+  PO_FN void reduce(int step, const Own& own) {
     const TaskTrace trace(true);
-    // All vectors together: loads one after the other would wait for memory one after the other.
-    typename Output::Addends addends[kVectors][kLaneChunks];
-    for_each_chunk(step, team_.rank, [&](int v, int i, const ChunkPlace& at) { addends[v][i] = output_.addends(at); });
-    float sums[kVectors][kLaneChunks][Block::kElements];
-    add_up(step, sums);
-    Slice results = {};
-    const uint64_t offset = place(plan_.returned_offset, step, team_.rank);
-    for_each_chunk(step, team_.rank, [&](int v, int i, const ChunkPlace& at) {
-      results.blocks[v][i] = output_.finished(sums[v][i], addends[v][i]);
+    Chunks results = {};
+    PO_UNROLL
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const ChunkPlace at = chunk(step, team_.rank, i);
+      float sums[Block::kElements];
+      if (!add_up(step, i, at.count != 0, own.elements[i], sums)) {
+        if (at.count != 0) output_.poison(at);
+        continue;
+      }
+      if (at.count == 0) continue;
+      const BarePacket packet = bare_packet_of(output_.finished(sums, own.addends[i]));
       PO_NO_UNROLL
       for (int hops = 1; hops < team_.size; ++hops) {
-        const int pe = is_near(behind(hops)) ? behind(hops) : team_.rank;
-        store_vector<kChunkBytes>(chunk_at(pe, offset, v, i), results.blocks[v][i]);
+        send_packet(after(hops), plan_.returned_offset, step, i, team_.rank, packet);
       }
-      output_.store(at, results.blocks[v][i]);
-    });
+      results[i] = chunk_of(packet);
+      output_.store(at, results[i]);
+    }
     tell_squares(step, team_.rank, results);
   }
 
-  // Adds in rank order; this PE's elements come at its rank.
-  PO_FN void add_up(int step, float (&sums)[kVectors][kLaneChunks][Block::kElements]) const {
-    constexpr int kBatch = Traits::kSendersAtOnce;
+  // Adds in rank order; `own` comes at this PE's rank. Returns false if elements did not come.
+  PO_FN bool add_up(int step, int i, bool is_there, const Chunk& own, float (&sums)[Block::kElements]) {
     PO_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      PO_UNROLL
-      for (int i = 0; i < kLaneChunks; ++i) {
-        PO_UNROLL
-        for (float& sum : sums[v][i]) sum = -0.0f;  // -0.0 changes nothing added to it, not even a zero's sign
-      }
-    }
+    for (float& sum : sums) sum = -0.0f;               // -0.0 changes nothing added to it, not even a zero's sign
+    const Chunk sent = chunk_of(bare_packet_of(own));  // the elements as the other PEs receive them
     PO_NO_UNROLL
     for (int first = 0; first < team_.size; first += kBatch) {
-      Slice slices[kBatch] = {};
+      BarePacket packets[kBatch] = {};
+      const auto is_sent = [&](int) { return is_there; };
+      if (!take_packets(plan_.slices_offset, step, first, i, is_sent, packets)) return false;
       PO_UNROLL
       for (int k = 0; k < kBatch; ++k) {
-        const int pe = first + k;
-        if (pe >= team_.size) continue;
-        const uint64_t offset = place(plan_.slices_offset, step, pe);
-        for_each_chunk(step, team_.rank, [&](int v, int i, const ChunkPlace& at) {
-          slices[k].blocks[v][i] = pe == team_.rank
-                                       ? Block::load(call_.x, at.element, at.count)
-                                       : load_shared_vector<kChunkBytes>(chunk_at(team_.rank, offset, v, i));
-        });
-      }
-      PO_UNROLL
-      for (int k = 0; k < kBatch; ++k) {
-        if (first + k >= team_.size) continue;
-        for_each_chunk(step, team_.rank,
-                       [&](int v, int i, const ChunkPlace&) { Block::add_to(sums[v][i], slices[k].blocks[v][i]); });
+        if (first + k < team_.size) Block::add_to(sums, first + k == team_.rank ? sent : chunk_of(packets[k]));
       }
     }
+    return true;
   }
 
   // Takes the other owners' results.
   PO_FN void take(int step) {
-    if (has_given_up_) {
-      for (int hops = 1; hops < team_.size; ++hops) poison(step, behind(hops));
-      return;
-    }
     const TaskTrace trace(false);
-    for_each_peer(
-        step,
-        [&](int pe, int v, int i, const ChunkPlace&) {
-          const uint64_t offset = place(plan_.returned_offset, step, pe);
-          return load_shared_vector<kChunkBytes>(chunk_at(team_.rank, offset, v, i));
-        },
-        [&](int pe, const Slice& slice) {
-          for_each_chunk(step, pe, [&](int v, int i, const ChunkPlace& at) { output_.store(at, slice.blocks[v][i]); });
-          tell_squares(step, pe, slice);
-        });
-  }
-
-  PO_FN void tell_squares(int step, int owner, const Slice& results) {
-    const int count = num_blocks(step, owner);
-    PO_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      if (v < count) output_.tell_squares(first_block(step, owner) + v, results.blocks[v], true);
+    PO_NO_UNROLL
+    for (int first = 0; first < team_.size; first += kBatch) {
+      Chunks results[kBatch] = {};
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) {
+        BarePacket packets[kBatch] = {};
+        const auto is_sent = [&](int pe) { return chunk(step, pe, i).count != 0; };
+        const bool is_whole = take_packets(plan_.returned_offset, step, first, i, is_sent, packets);
+        PO_UNROLL
+        for (int k = 0; k < kBatch; ++k) {
+          if (first + k >= team_.size || first + k == team_.rank) continue;
+          const ChunkPlace at = chunk(step, first + k, i);
+          if (at.count == 0) continue;
+          results[k][i] = chunk_of(packets[k]);
+          if (is_whole) {
+            output_.store(at, results[k][i]);
+          } else {
+            output_.poison(at);
+          }
+        }
+      }
+      PO_UNROLL
+      for (int k = 0; k < kBatch; ++k) {
+        if (first + k < team_.size && first + k != team_.rank) tell_squares(step, first + k, results[k]);
+      }
     }
   }
 
-  PO_FN void poison(int step, int owner) const {
-    for_each_chunk(step, owner, [&](int, int, const ChunkPlace& at) { output_.poison(at); });
+  // Takes a lane's packets from kBatch PEs, as of `first`. `is_sent`: whether a PE sends one. Puts bring whole slices, so
+  // places without a packet are emptied, too.
+  template <class IsSent>
+  PO_FN bool take_packets(uint64_t area, int step, int first, int i, const IsSent& is_sent,
+                          BarePacket (&packets)[kBatch]) {
+    if (has_given_up_) return false;
+    BarePlaces<kBatch> at = {team_.heap + packet_place(area, step, first, i),
+                             bytes_to_next_pe(),
+                             nullptr,  // all have granted credit to this launch
+                             0,
+                             {},
+                             static_cast<uint64_t>(wg_.index()),
+                             0};
+    PO_UNROLL
+    for (int k = 0; k < kBatch; ++k) {
+      const int pe = first + k;
+      at.senders[k] = pe < team_.size && pe != team_.rank && is_sent(pe) ? pe : -1;
+    }
+    has_given_up_ = !take_bare_packets(team_, kPhaseSlice, at, false, packets);
+    PO_UNROLL
+    for (int k = 0; k < kBatch; ++k) {
+      const int pe = first + k;
+      if (plan_.all_reachable != 0 || pe >= team_.size || is_near(pe) || at.senders[k] >= 0) continue;
+      bare_packet_empty_sys(reinterpret_cast<BarePacket*>(at.place + static_cast<uint64_t>(k) * at.stride));
+    }
+    return !has_given_up_;
+  }
+
+  PO_FN void tell_squares(int step, int owner, const Chunks& results) {
+    const int number = block(step, owner);
+    if (number < call_.rows.num_blocks) output_.tell_squares(number, results, !has_given_up_);
   }
 
   // Norms the remaining rows of the steps up to `last_step`. With `waits` it norms all of them; otherwise only rows
@@ -338,11 +383,8 @@ class SliceReduce {
   PO_FN void norm_through(int last_step, bool waits) {
     for (; norm_step_ <= last_step; ++norm_step_) {
       for (; norm_owner_ < team_.size; ++norm_owner_) {
-        const int count = num_blocks(norm_step_, norm_owner_);
-        BlockBatch<kVectors> blocks;
-        PO_UNROLL
-        for (int v = 0; v < kVectors; ++v) blocks[v] = v < count ? first_block(norm_step_, norm_owner_) + v : -1;
-        if (!output_.norm(blocks, waits, -1, {})) return;
+        const int number = block(norm_step_, norm_owner_);
+        if (!output_.norm(BlockBatch<1>{{number < call_.rows.num_blocks ? number : -1}}, waits, -1, {})) return;
       }
       norm_owner_ = 0;
     }
@@ -355,10 +397,11 @@ class SliceReduce {
   Output output_;
   const Warp warp_{};
   Turns& turns_;
-  const bool is_alone_;
-  int norm_step_ = 0;  // the next blocks to norm: of this step, of this owner
+  const int num_workers_;
+  const int num_steps_;
+  int norm_step_ = 0;  // the next block to norm: of this step, of this owner
   int norm_owner_ = 0;
-  bool has_given_up_;  // this WG sends and takes nothing any more
+  bool has_given_up_;  // of this thread: it sends and takes nothing any more
 };
 
 }  // namespace po::all_reduce
