@@ -64,11 +64,10 @@ struct Plan {
   uint64_t results_bytes;    // of one parity
   int64_t blocks_per_adder;  // from one sender, added up at one PE
   uint64_t copies_offset;    // BarePacket[elements, results][num_blocks][kBlockChunks]: the sources of puts
-  // Slices of packets, one per WG: BarePacket[num_places][size][WGs][workers][kBlockChunks].
+  // Slices of packets, one per WG: BarePacket[kPlaces][size][WGs][workers][kBlockChunks].
   uint64_t slices_offset;    // from a sender, to this PE as the owner
   uint64_t returned_offset;  // from an owner, the results
   uint64_t staging_offset;   // the sources of puts: elements for a PE, results as this PE's; never empty
-  int64_t num_places;        // kLeastPlaces or more
   uint64_t turns_offset;     // uint64_t[size][kMaxSliceWgs]: turns that a peer's WG has ended
   Packet* squares;           // [num_blocks], private to the PE
   Divisor size;              // of the team, to divide by
@@ -76,8 +75,8 @@ struct Plan {
   int64_t all_reachable;
 };
 PO_DESCRIBE(Plan, team, sums_offset, sums_bytes, flags_offset, flags_bytes, results_offset, results_bytes,
-            blocks_per_adder, copies_offset, slices_offset, returned_offset, staging_offset, num_places, turns_offset,
-            squares, size, num_wgs, all_reachable)
+            blocks_per_adder, copies_offset, slices_offset, returned_offset, staging_offset, turns_offset, squares,
+            size, num_wgs, all_reachable)
 
 struct Call {
   const uint8_t* x;

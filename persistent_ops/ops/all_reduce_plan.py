@@ -107,10 +107,7 @@ OPERATOR = Operator(
         Field.dtype("dtype", list(SCALARS), "the dtype of x"),
         Field.choice("algorithm", ALGORITHMS),
         Field.flags("epilogue (bias, residual, norm)", ("bias", "residual", "norm")),
-        *map(
-            Field.internal,
-            ("work_groups", "threads", "warp_blocks", "places", "first_element", "blocks_of_launch"),
-        ),
+        *map(Field.internal, ("work_groups", "threads", "warp_blocks", "first_element", "blocks_of_launch")),
     ),
     call="forward_pass",
     phases={
@@ -177,7 +174,7 @@ def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
 def reserve_room(world: World) -> None:
     """See to the world's room for packets and slices; collective the first time."""
     constants, heap_bytes = OPERATOR.prepare(world).constants, world.backend.heap_bytes
-    least = _MOST_WAYS * world.size * constants["kLeastPlaces"] * _working_warps(world, _SLICE_THREADS)
+    least = _MOST_WAYS * world.size * constants["kPlaces"] * _working_warps(world, _SLICE_THREADS)
     least *= constants["kBlockBytes"]
 
     def lacking(nbytes: int) -> int:
@@ -351,7 +348,7 @@ class AllReducePlan(Plan):
         self._grid = max(1, min(self._tuning.work_groups or num_sms, here))
         has_several = world.backend.name == "host" or here > self._grid * (self._threads // 32)
         self._warp_blocks = self._tuning.warp_blocks or _WARP_BLOCKS[0 if has_several else -1]
-        self._num_places = self._way_bytes = 0
+        self._way_bytes = 0
         return most
 
     def _plan_slices(self, blocks: int) -> int:
@@ -364,19 +361,17 @@ class AllReducePlan(Plan):
         most_wgs = min(self._tuning.work_groups or world.backend.num_sms, constants["kMaxSliceWgs"])
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
         ways = _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS
-        places = room // (ways * team.size * workers * constants["kBlockBytes"])  # of all WGs
-        fitting = places // constants["kLeastPlaces"]
+        slice_bytes = workers * constants["kBlockBytes"]
+        fitting = room // (ways * constants["kPlaces"] * team.size * slice_bytes)
         if fitting == 0:
             raise ValueError(
                 f"threads, room_bytes: the slices of a WG of {self._threads} threads do not fit {room} bytes; use "
                 "fewer threads or a larger room_bytes"
             )
-        self._grid = max(1, min(most_wgs, fitting, -(-blocks // (team.size * workers))))
-        step = self._grid * team.size * workers
-        # More than steps are not used.
-        self._num_places = min(int(__import__("os").environ.get("PLACES", "99")), places // self._grid, max(-(-blocks // step), constants["kLeastPlaces"]))
-        self._way_bytes = self._num_places * step * constants["kBlockBytes"]
-        return min(constants["kMaxSteps"] * step, _MOST_BLOCKS)
+        step = team.size * workers  # of a WG
+        self._grid = max(1, min(most_wgs, fitting, -(-blocks // step)))
+        self._way_bytes = constants["kPlaces"] * team.size * self._grid * slice_bytes
+        return min(constants["kMaxSteps"] * self._grid * step, _MOST_BLOCKS)
 
     def _ranges(self, most: int) -> list[tuple[int, int, int]]:
         """Return first element, rows and width of each launch, which has at most so many blocks."""
@@ -415,7 +410,6 @@ class AllReducePlan(Plan):
             self._grid,
             32 * world.backend.warps_of(self._threads),
             self._warp_blocks,
-            self._num_places,
             first_element,
             rows * per_row,
         )
@@ -436,7 +430,6 @@ class AllReducePlan(Plan):
             slices_offset=slices.offset,
             returned_offset=slices.offset + self._way_bytes,
             staging_offset=slices.offset + (_MOST_WAYS - 1) * staged,
-            num_places=self._num_places,
             turns_offset=turns.offset,
             size=self._divisor(team.size),
             num_wgs=self._divisor(self._grid),

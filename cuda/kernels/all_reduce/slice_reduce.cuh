@@ -14,13 +14,13 @@
 namespace po::all_reduce {
 
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 2);
-inline constexpr int kLag = 2;                 // turns from a store to its use
-inline constexpr int kLeastPlaces = 2 * kLag;  // of a counterpart: so words may come two turns later (run)
+inline constexpr int kLag = 2;            // turns from a store to its use
+inline constexpr int kPlaces = 2 * kLag;  // of a counterpart; more of them fit the L2 cache less well
 inline constexpr int kMaxSteps =
     (1 << kEpochShift) - 2 * kLag;         // of a launch: turns are counted in the bits below the epoch
 inline constexpr int kMaxSliceWgs = 1024;  // the WGs' words have fixed places in every launch
 PO_CONSTANT(kPhaseSlice)
-PO_CONSTANT(kLeastPlaces)
+PO_CONSTANT(kPlaces)
 PO_CONSTANT(kMaxSteps)
 PO_CONSTANT(kMaxSliceWgs)
 
@@ -65,6 +65,7 @@ class SliceReduce {
   PO_FN void run(const CountOut& count_out) {
     const bool keeps = wg_.warp_index() == wg_.num_warps() - 1;
     const bool works = wg_.warp_index() < num_workers_;
+    if (works) elements_ = load_elements(0, 1);
     PO_NO_UNROLL
     for (int turn = 0; turn < num_turns(); ++turn) {
       if (keeps) {
@@ -98,7 +99,6 @@ class SliceReduce {
   // Without steps: turn 0 alone, which awaits the peers' credit.
   PO_FN int num_turns() const { return num_steps_ == 0 ? 1 : num_steps_ + 2 * kLag; }
 
-  PO_FN int num_places() const { return static_cast<int>(plan_.num_places); }
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
   PO_FN uint64_t slice_bytes() const { return static_cast<uint64_t>(num_workers_) * kBlockBytes; }
   PO_FN uint64_t bytes_to_next_pe() const { return static_cast<uint64_t>(wg_.count()) * slice_bytes(); }
@@ -106,7 +106,7 @@ class SliceReduce {
   // Offset, in every heap, of this WG's slice of a step with a PE: where the sender or the owner stores, or the source
   // of a put.
   PO_FN uint64_t slice_place(uint64_t area, int step, int pe) const {
-    const int place = step % num_places();  // @slices-alternate
+    const int place = step % kPlaces;  // @slices-alternate
     return area + static_cast<uint64_t>((place * team_.size + pe) * wg_.count() + wg_.index()) * slice_bytes();
   }
   // Offset of a lane's packet in a slice.
@@ -129,17 +129,13 @@ class SliceReduce {
 
   // ---- turns ---------------------------------------------------------------------------------------------------------
 
-  // Whether a turn stores to places of this PE's near peers that they have read before, or of this PE that it has read.
+  // Whether a turn stores to places that peers have read in the turn kLag turns before, after a step before.
   PO_FN bool stores_again(int turn) const {
-    const bool sends_again = turn >= num_places() && turn < num_steps_;
-    return sends_again || (turn >= num_places() + kLag && turn < num_steps_ + kLag);
+    return (turn >= kPlaces && turn < num_steps_) || (turn >= kPlaces + kLag && turn < num_steps_ + kLag);
   }
-  // A turn's number of turns after the last one in which the places of its stores were read.
-  PO_FN int distance(int pe) const { return is_near(pe) ? num_places() - kLag : kLag; }
   // Whether a PE waits for the end of a turn: a near one for places, another one for what is put.
   PO_FN bool is_told(int pe, int turn) const {
-    const int then = turn + distance(pe);
-    return turn >= 0 && (is_near(pe) ? stores_again(then) : then < num_turns());
+    return turn >= 0 && (is_near(pe) ? stores_again(turn + kLag) : turn + kLag < num_turns());
   }
 
   // The keeper: waits until this turn's places are empty, and what was put has come. Before the first turn: until the
@@ -149,7 +145,7 @@ class SliceReduce {
       bool all = true;
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {  // a lane for each peer
         if (pe != team_.rank)
-          all = (turn == 0 ? await_credit(team_, pe) : has_ended(pe, turn - distance(pe))) && all;  // @slices-credit
+          all = (turn == 0 ? await_credit(team_, pe) : has_ended(pe, turn - kLag)) && all;  // @slices-credit
       }
       has_given_up_ = warp_.count(all) != warp_.size();
     }
@@ -189,14 +185,14 @@ class SliceReduce {
     }
   }
 
-  // A worker: a turn, from its begin to its end. What this PE has itself is loaded before.
+  // A worker: a turn, from its begin to its end. What this PE has itself is loaded a turn ahead.
   PO_FN void work(int turn) {
-    const Own own = load_own(turn - kLag);
-    const Elements elements = load_elements(turn, 1);
     turns_.begun[turn % 2].await(static_cast<uint32_t>(turn / 2));  // @turn-begins
     has_given_up_ = has_given_up_ || turns_.is_missing[turn % 2] != 0;
-    if (turn < num_steps_) send(turn, elements);  // @turn-send
-    if (turn >= kLag && turn < num_steps_ + kLag) reduce(turn - kLag, own);
+    if (turn < num_steps_) send(turn);  // @turn-send
+    elements_ = load_elements(turn + 1, 1);
+    if (turn >= kLag && turn < num_steps_ + kLag) reduce(turn - kLag);
+    own_ = load_own(turn + 1 - kLag);
     if (turn >= 2 * kLag) take(turn - 2 * kLag);
     if (plan_.all_reachable == 0) fence_acq_rel_sys();  // publishes each thread's stores to the network
     hand_over(turns_.ended[turn % 2]);
@@ -225,17 +221,17 @@ class SliceReduce {
     return elements;
   }
 
-  // Sends this PE's elements to their owners. `elements`: of the first ones.
-  PO_FN void send(int step, Elements elements) const {
+  // Sends this PE's elements to their owners.
+  PO_FN void send(int step) {
     if (has_given_up_) return;
     const TaskTrace trace(true);
     PO_NO_UNROLL
     for (int first = 1; first < team_.size;) {
       for_each_chunk(step, first, [&](int k, int i, int pe, const ChunkPlace&) {
-        send_packet(pe, plan_.slices_offset, step, i, pe, bare_packet_of(elements.of[k][i]));
+        send_packet(pe, plan_.slices_offset, step, i, pe, bare_packet_of(elements_.of[k][i]));
       });
       first += kBatch;
-      elements = load_elements(step, first);
+      elements_ = load_elements(step, first);
     }
   }
 
@@ -273,19 +269,19 @@ class SliceReduce {
   }
 
   // Adds up all PEs' elements of the own slice, and sends the results to every PE.
-  PO_FN void reduce(int step, const Own& own) {
+  PO_FN void reduce(int step) {
     const TaskTrace trace(true);
     Chunks results = {};
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
       const ChunkPlace at = chunk(step, team_.rank, i);
       float sums[Block::kElements];
-      if (!add_up(step, i, at.count != 0, own.elements[i], sums)) {
+      if (!add_up(step, i, at.count != 0, own_.elements[i], sums)) {
         if (at.count != 0) output_.poison(at);
         continue;
       }
       if (at.count == 0) continue;
-      const BarePacket packet = bare_packet_of(output_.finished(sums, own.addends[i]));
+      const BarePacket packet = bare_packet_of(output_.finished(sums, own_.addends[i]));
       PO_NO_UNROLL
       for (int hops = 1; hops < team_.size; ++hops) {
         send_packet(after(hops), plan_.returned_offset, step, i, team_.rank, packet);
@@ -399,6 +395,8 @@ class SliceReduce {
   Turns& turns_;
   const int num_workers_;
   const int num_steps_;
+  Elements elements_;
+  Own own_{};
   int norm_step_ = 0;  // the next block to norm: of this step, of this owner
   int norm_owner_ = 0;
   bool has_given_up_;  // of this thread: it sends and takes nothing any more
