@@ -64,7 +64,7 @@ struct Plan {
   uint64_t results_bytes;    // of one parity
   int64_t blocks_per_adder;  // from one sender, added up at one PE
   uint64_t copies_offset;    // BarePacket[elements, results][num_blocks][kBlockChunks]: the sources of puts
-  // Slices of packets, one per WG: BarePacket[kPlaces][size][WGs][workers][kBlockChunks].
+  // Slices of packets, one per WG: BarePacket[places][size][WGs][workers][kBlockChunks].
   uint64_t slices_offset;    // from a sender, to this PE as the owner
   uint64_t returned_offset;  // from an owner, the results
   uint64_t staging_offset;   // the sources of puts: elements for a PE, results as this PE's; never empty

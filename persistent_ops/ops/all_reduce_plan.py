@@ -113,7 +113,8 @@ OPERATOR = Operator(
     phases={
         "kPhaseSums": "its elements of block {index}",
         "kPhaseResult": "the sum of block {index}, which it owns",
-        "kPhaseSlice": "what its work-group {index} sends in a turn",
+        "kPhaseSlice": "its elements of a slice (its work-group {index})",
+        "kPhaseTurn": "its results of a slice, or the end of a turn (its work-group {index})",
     },
     default_tuning=Tuning(),
 )
@@ -174,7 +175,7 @@ def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
 def reserve_room(world: World) -> None:
     """See to the world's room for packets and slices; collective the first time."""
     constants, heap_bytes = OPERATOR.prepare(world).constants, world.backend.heap_bytes
-    least = _MOST_WAYS * world.size * constants["kPlaces"] * _working_warps(world, _SLICE_THREADS)
+    least = _MOST_WAYS * world.size * constants["kMaxPlaces"] * _working_warps(world, _SLICE_THREADS)
     least *= constants["kBlockBytes"]
 
     def lacking(nbytes: int) -> int:
@@ -362,7 +363,8 @@ class AllReducePlan(Plan):
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
         ways = _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS
         slice_bytes = workers * constants["kBlockBytes"]
-        fitting = room // (ways * constants["kPlaces"] * team.size * slice_bytes)
+        places = constants["kMaxPlaces"] - (constants["kMaxLag"] - 1 if team.all_reachable else 0)
+        fitting = room // (ways * places * team.size * slice_bytes)
         if fitting == 0:
             raise ValueError(
                 f"threads, room_bytes: the slices of a WG of {self._threads} threads do not fit {room} bytes; use "
@@ -370,7 +372,7 @@ class AllReducePlan(Plan):
             )
         step = team.size * workers  # of a WG
         self._grid = max(1, min(most_wgs, fitting, -(-blocks // step)))
-        self._way_bytes = constants["kPlaces"] * team.size * self._grid * slice_bytes
+        self._way_bytes = places * team.size * self._grid * slice_bytes
         return min(constants["kMaxSteps"] * self._grid * step, _MOST_BLOCKS)
 
     def _ranges(self, most: int) -> list[tuple[int, int, int]]:

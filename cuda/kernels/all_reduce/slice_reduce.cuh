@@ -2,10 +2,10 @@
 // packets use in turn.
 //
 // A slice is a WG's: a block of each of its working warps. A step has a slice for each owner. WGs of the same number,
-// one on each PE, work in turns. In turn t they send the elements of step t, add up step t - kLag, and take the results
-// of step t - 2 kLag. A packet arrives by itself, like those of packet_reduce. Only the reuse of its place needs a word,
-// one per peer and turn: all places of the turn are empty. The last warp of a WG, its keeper, awaits the peers' words and
-// sends its own WG's; the other warps work on meanwhile (kernels/all_reduce.md, rows 3 and 4).
+// one on each PE, work in turns. In turn t they send the elements of step t, add up step t - lag, and take the results
+// of step t - 2 lag. A packet arrives by itself, like those of packet_reduce. Only the next packet at its place needs a
+// word, one per peer and turn: the places that this WG has read are empty. The last warp of a WG, its keeper, awaits the
+// peers' words and sends its own WG's; the other warps work on meanwhile (kernels/all_reduce.md, rows 3 and 4).
 #pragma once
 
 #include "kernels/all_reduce/bare_packets.cuh"
@@ -14,13 +14,17 @@
 namespace po::all_reduce {
 
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 2);
-inline constexpr int kLag = 2;            // turns from a store to its use
-inline constexpr int kPlaces = 2 * kLag;  // of a counterpart; more of them fit the L2 cache less well
-inline constexpr int kMaxSteps =
-    (1 << kEpochShift) - 2 * kLag;         // of a launch: turns are counted in the bits below the epoch
-inline constexpr int kMaxSliceWgs = 1024;  // the WGs' words have fixed places in every launch
+// A PE that owes results or a word may itself wait for others, so missing elements are reported first.
+inline constexpr Phase kPhaseTurn = make_phase(kFirstPhase + 3, 9);
+inline constexpr int kWordTurns = 2;                     // from the turn that a word ends to the one that needs it
+inline constexpr int kMaxLag = 2;                        // turns from a packet to its use, if it is put; otherwise 1
+inline constexpr int kMaxPlaces = kMaxLag + kWordTurns;  // of a counterpart
+inline constexpr int kMaxSteps = (1 << kEpochShift) - 2 * kMaxLag;  // of a launch: turns are counted below the epoch
+inline constexpr int kMaxSliceWgs = 1024;                           // the WGs' words have fixed places in every launch
 PO_CONSTANT(kPhaseSlice)
-PO_CONSTANT(kPlaces)
+PO_CONSTANT(kPhaseTurn)
+PO_CONSTANT(kMaxLag)
+PO_CONSTANT(kMaxPlaces)
 PO_CONSTANT(kMaxSteps)
 PO_CONSTANT(kMaxSliceWgs)
 
@@ -57,6 +61,7 @@ class SliceReduce {
         output_(plan, call),
         turns_(turns),
         num_workers_(max_of(wg.num_warps() - 1, 1)),
+        lag_(plan.all_reachable != 0 ? 1 : kMaxLag),  // @slices-lag
         num_steps_(steps()),
         has_given_up_(!takes_part) {}
 
@@ -65,7 +70,6 @@ class SliceReduce {
   PO_FN void run(const CountOut& count_out) {
     const bool keeps = wg_.warp_index() == wg_.num_warps() - 1;
     const bool works = wg_.warp_index() < num_workers_;
-    if (works) elements_ = load_elements(0, 1);
     PO_NO_UNROLL
     for (int turn = 0; turn < num_turns(); ++turn) {
       if (keeps) {
@@ -97,16 +101,19 @@ class SliceReduce {
     return ceil_div(max_of(call_.rows.num_blocks - first_block(0, 0), 0), per_step);
   }
   // Without steps: turn 0 alone, which awaits the peers' credit.
-  PO_FN int num_turns() const { return num_steps_ == 0 ? 1 : num_steps_ + 2 * kLag; }
+  PO_FN int num_turns() const { return num_steps_ == 0 ? 1 : num_steps_ + 2 * lag_; }
 
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
   PO_FN uint64_t slice_bytes() const { return static_cast<uint64_t>(num_workers_) * kBlockBytes; }
   PO_FN uint64_t bytes_to_next_pe() const { return static_cast<uint64_t>(wg_.count()) * slice_bytes(); }
 
+  // Of a counterpart: few, so that they stay in the L2 cache.
+  PO_FN int num_places() const { return lag_ + kWordTurns; }
+
   // Offset, in every heap, of this WG's slice of a step with a PE: where the sender or the owner stores, or the source
   // of a put.
   PO_FN uint64_t slice_place(uint64_t area, int step, int pe) const {
-    const int place = step % kPlaces;  // @slices-alternate
+    const int place = step % num_places();  // @slices-alternate
     return area + static_cast<uint64_t>((place * team_.size + pe) * wg_.count() + wg_.index()) * slice_bytes();
   }
   // Offset of a lane's packet in a slice.
@@ -129,13 +136,15 @@ class SliceReduce {
 
   // ---- turns ---------------------------------------------------------------------------------------------------------
 
-  // Whether a turn stores to places that peers have read in the turn kLag turns before, after a step before.
+  // Whether a turn stores to places that were read before, kWordTurns ago at the latest.
   PO_FN bool stores_again(int turn) const {
-    return (turn >= kPlaces && turn < num_steps_) || (turn >= kPlaces + kLag && turn < num_steps_ + kLag);
+    const int first = num_places();
+    return (turn >= first && turn < num_steps_) || (turn >= first + lag_ && turn < num_steps_ + lag_);
   }
   // Whether a PE waits for the end of a turn: a near one for places, another one for what is put.
   PO_FN bool is_told(int pe, int turn) const {
-    return turn >= 0 && (is_near(pe) ? stores_again(turn + kLag) : turn + kLag < num_turns());
+    const int then = turn + kWordTurns;
+    return turn >= 0 && (is_near(pe) ? stores_again(then) : then < num_turns());
   }
 
   // The keeper: waits until this turn's places are empty, and what was put has come. Before the first turn: until the
@@ -144,18 +153,18 @@ class SliceReduce {
     if (!has_given_up_) {
       bool all = true;
       for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {  // a lane for each peer
-        if (pe != team_.rank)
-          all = (turn == 0 ? await_credit(team_, pe) : has_ended(pe, turn - kLag)) && all;  // @slices-credit
+        if (pe != team_.rank) all = may_begin(pe, turn) && all;
       }
       has_given_up_ = warp_.count(all) != warp_.size();
     }
     if (warp_.rank() == 0) turns_.is_missing[turn % 2] = has_given_up_ ? 1 : 0;
   }
 
-  PO_FN bool has_ended(int pe, int turn) const {
-    if (!is_told(pe, turn)) return true;
+  PO_FN bool may_begin(int pe, int turn) const {
+    if (turn == 0) return await_credit(team_, pe);  // @slices-credit
+    if (!is_told(pe, turn - kWordTurns)) return true;
     const uint64_t* ended = local_word(team_, word(pe));
-    return await_step(team_, ended, static_cast<uint64_t>(turn) + 1, kPhaseSlice, pe,
+    return await_step(team_, ended, static_cast<uint64_t>(turn - kWordTurns) + 1, kPhaseTurn, pe,
                       static_cast<uint64_t>(wg_.index()));
   }
 
@@ -179,25 +188,25 @@ class SliceReduce {
                 slice_bytes());
       };
       put_slice(turn, pe, plan_.slices_offset, plan_.staging_offset, pe);
-      put_slice(turn - kLag, team_.rank, plan_.returned_offset, plan_.staging_offset, team_.rank);
+      put_slice(turn - lag_, team_.rank, plan_.returned_offset, plan_.staging_offset, team_.rank);
       put_fence(team_);  // @slices-fence
       signal(team_, pe, word(team_.rank), value);
     }
   }
 
-  // A worker: a turn, from its begin to its end. What this PE has itself is loaded a turn ahead.
+  // A worker: a turn, from its begin to its end. What this PE has itself is loaded before.
   PO_FN void work(int turn) {
+    const Elements elements = load_elements(turn, 1);
+    const Own own = load_own(turn - lag_);
     turns_.begun[turn % 2].await(static_cast<uint32_t>(turn / 2));  // @turn-begins
     has_given_up_ = has_given_up_ || turns_.is_missing[turn % 2] != 0;
-    if (turn < num_steps_) send(turn);  // @turn-send
-    elements_ = load_elements(turn + 1, 1);
-    if (turn >= kLag && turn < num_steps_ + kLag) reduce(turn - kLag);
-    own_ = load_own(turn + 1 - kLag);
-    if (turn >= 2 * kLag) take(turn - 2 * kLag);
+    if (turn < num_steps_) send(turn, elements);  // @turn-send
+    if (turn >= lag_ && turn < num_steps_ + lag_) reduce(turn - lag_, own);
+    // While results are on their way. Most rows are whole one turn after their results were taken.
+    if (Traits::kNorms && turn > 2 * lag_) norm_through(turn - 2 * lag_ - 1, false);
+    if (turn >= 2 * lag_) take(turn - 2 * lag_);
     if (plan_.all_reachable == 0) fence_acq_rel_sys();  // publishes each thread's stores to the network
     hand_over(turns_.ended[turn % 2]);
-    // Most rows are whole one turn after their results were taken.
-    if (Traits::kNorms && turn > 2 * kLag) norm_through(turn - 2 * kLag - 1, false);
   }
 
   // ---- a step --------------------------------------------------------------------------------------------------------
@@ -221,17 +230,17 @@ class SliceReduce {
     return elements;
   }
 
-  // Sends this PE's elements to their owners.
-  PO_FN void send(int step) {
+  // Sends this PE's elements to their owners. `elements`: of the first ones.
+  PO_FN void send(int step, Elements elements) const {
     if (has_given_up_) return;
     const TaskTrace trace(true);
     PO_NO_UNROLL
     for (int first = 1; first < team_.size;) {
       for_each_chunk(step, first, [&](int k, int i, int pe, const ChunkPlace&) {
-        send_packet(pe, plan_.slices_offset, step, i, pe, bare_packet_of(elements_.of[k][i]));
+        send_packet(pe, plan_.slices_offset, step, i, pe, bare_packet_of(elements.of[k][i]));
       });
       first += kBatch;
-      elements_ = load_elements(step, first);
+      elements = load_elements(step, first);
     }
   }
 
@@ -269,19 +278,19 @@ class SliceReduce {
   }
 
   // Adds up all PEs' elements of the own slice, and sends the results to every PE.
-  PO_FN void reduce(int step) {
+  PO_FN void reduce(int step, const Own& own) {
     const TaskTrace trace(true);
     Chunks results = {};
     PO_UNROLL
     for (int i = 0; i < kLaneChunks; ++i) {
       const ChunkPlace at = chunk(step, team_.rank, i);
       float sums[Block::kElements];
-      if (!add_up(step, i, at.count != 0, own_.elements[i], sums)) {
+      if (!add_up(step, i, at.count != 0, own.elements[i], sums)) {
         if (at.count != 0) output_.poison(at);
         continue;
       }
       if (at.count == 0) continue;
-      const BarePacket packet = bare_packet_of(output_.finished(sums, own_.addends[i]));
+      const BarePacket packet = bare_packet_of(output_.finished(sums, own.addends[i]));
       PO_NO_UNROLL
       for (int hops = 1; hops < team_.size; ++hops) {
         send_packet(after(hops), plan_.returned_offset, step, i, team_.rank, packet);
@@ -301,7 +310,7 @@ class SliceReduce {
     for (int first = 0; first < team_.size; first += kBatch) {
       BarePacket packets[kBatch] = {};
       const auto is_sent = [&](int) { return is_there; };
-      if (!take_packets(plan_.slices_offset, step, first, i, is_sent, packets)) return false;
+      if (!take_packets(kPhaseSlice, plan_.slices_offset, step, first, i, is_sent, packets)) return false;
       PO_UNROLL
       for (int k = 0; k < kBatch; ++k) {
         if (first + k < team_.size) Block::add_to(sums, first + k == team_.rank ? sent : chunk_of(packets[k]));
@@ -320,7 +329,7 @@ class SliceReduce {
       for (int i = 0; i < kLaneChunks; ++i) {
         BarePacket packets[kBatch] = {};
         const auto is_sent = [&](int pe) { return chunk(step, pe, i).count != 0; };
-        const bool is_whole = take_packets(plan_.returned_offset, step, first, i, is_sent, packets);
+        const bool is_whole = take_packets(kPhaseTurn, plan_.returned_offset, step, first, i, is_sent, packets);
         PO_UNROLL
         for (int k = 0; k < kBatch; ++k) {
           if (first + k >= team_.size || first + k == team_.rank) continue;
@@ -344,7 +353,7 @@ class SliceReduce {
   // Takes a lane's packets from kBatch PEs, as of `first`. `is_sent`: whether a PE sends one. Puts bring whole slices, so
   // places without a packet are emptied, too.
   template <class IsSent>
-  PO_FN bool take_packets(uint64_t area, int step, int first, int i, const IsSent& is_sent,
+  PO_FN bool take_packets(Phase phase, uint64_t area, int step, int first, int i, const IsSent& is_sent,
                           BarePacket (&packets)[kBatch]) {
     if (has_given_up_) return false;
     BarePlaces<kBatch> at = {team_.heap + packet_place(area, step, first, i),
@@ -359,12 +368,13 @@ class SliceReduce {
       const int pe = first + k;
       at.senders[k] = pe < team_.size && pe != team_.rank && is_sent(pe) ? pe : -1;
     }
-    has_given_up_ = !take_bare_packets(team_, kPhaseSlice, at, false, packets);
+    has_given_up_ = !take_bare_packets(team_, phase, at, false, packets);
     PO_UNROLL
     for (int k = 0; k < kBatch; ++k) {
       const int pe = first + k;
       if (plan_.all_reachable != 0 || pe >= team_.size || is_near(pe) || at.senders[k] >= 0) continue;
-      bare_packet_empty_sys(reinterpret_cast<BarePacket*>(at.place + static_cast<uint64_t>(k) * at.stride));
+      uint8_t* unsent = at.place + static_cast<uint64_t>(k) * at.stride;
+      bare_packet_empty_sys(reinterpret_cast<BarePacket*>(unsent));  // @unsent-emptied
     }
     return !has_given_up_;
   }
@@ -394,9 +404,8 @@ class SliceReduce {
   const Warp warp_{};
   Turns& turns_;
   const int num_workers_;
+  const int lag_;
   const int num_steps_;
-  Elements elements_;
-  Own own_{};
   int norm_step_ = 0;  // the next block to norm: of this step, of this owner
   int norm_owner_ = 0;
   bool has_given_up_;  // of this thread: it sends and takes nothing any more
