@@ -282,7 +282,8 @@ MUTATIONS = {
     # A step's word may overtake the word of the next step, which then never comes.
     "no_fence_behind_put_slices": Mutation((Drop("slices-fence"),), STAGED, RACE | {Exit.TIMED_OUT}),
     "put_slices_are_read_before_their_word": Mutation((Swap("slices-lag", "kMaxLag", "1"),), STAGED, RACE),
-    "what_is_put_beside_packets_stays": Mutation((Drop("unsent-emptied"),), VARIED, RACE | {Exit.WRONG_OUTPUT}),
+    "elements_stay_in_their_places": Mutation((Drop("elements-emptied"),), STEPS, {Exit.WRONG_OUTPUT}),
+    "results_stay_in_their_places": Mutation((Drop("results-emptied"),), STEPS, RACE | {Exit.WRONG_OUTPUT}),
 }
 
 

@@ -38,11 +38,10 @@ struct BarePlaces {
   uint64_t index_stride;
 };
 
-// Waits until a packet of this launch lies in each place where one is awaited, reads the packets and empties the
-// places.
+// Waits until a packet of this launch lies in each place where one is awaited, and reads the packets.
 template <int kCount>
-PO_FN bool take_bare_packets(const Team& team, Phase phase, const BarePlaces<kCount>& at, bool has_given_up,
-                             BarePacket (&packets)[kCount]) {
+PO_FN bool await_bare_packets(const Team& team, Phase phase, const BarePlaces<kCount>& at, bool has_given_up,
+                              BarePacket (&packets)[kCount]) {
   int missing = team.rank;
   uint64_t index = at.index;
   const auto is_awaited = [&](int i) { return at.senders[i] >= 0; };
@@ -74,10 +73,17 @@ PO_FN bool take_bare_packets(const Team& team, Phase phase, const BarePlaces<kCo
     }
     return all;
   };
-  if (!await(team, phase, missing, index, look, has_given_up)) return false;
+  return await(team, phase, missing, index, look, has_given_up);
+}
+
+// The same, and empties the places.
+template <int kCount>
+PO_FN bool take_bare_packets(const Team& team, Phase phase, const BarePlaces<kCount>& at, bool has_given_up,
+                             BarePacket (&packets)[kCount]) {
+  if (!await_bare_packets(team, phase, at, has_given_up, packets)) return false;
   PO_UNROLL
   for (int i = 0; i < kCount; ++i) {
-    if (!is_awaited(i)) continue;
+    if (at.senders[i] < 0) continue;
     bare_packet_empty_sys(reinterpret_cast<BarePacket*>(at.place + static_cast<uint64_t>(i) * at.stride));  // @emptied
   }
   return true;

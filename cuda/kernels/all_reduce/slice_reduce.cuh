@@ -105,7 +105,6 @@ class SliceReduce {
 
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
   PO_FN uint64_t slice_bytes() const { return static_cast<uint64_t>(num_workers_) * kBlockBytes; }
-  PO_FN uint64_t bytes_to_next_pe() const { return static_cast<uint64_t>(wg_.count()) * slice_bytes(); }
 
   // Of a counterpart: few, so that they stay in the L2 cache.
   PO_FN int num_places() const { return lag_ + kWordTurns; }
@@ -205,7 +204,9 @@ class SliceReduce {
     // While results are on their way. Most rows are whole one turn after their results were taken.
     if (Traits::kNorms && turn > 2 * lag_) norm_through(turn - 2 * lag_ - 1, false);
     if (turn >= 2 * lag_) take(turn - 2 * lag_);
-    if (plan_.all_reachable == 0) fence_acq_rel_sys();  // publishes each thread's stores to the network
+    empty_places(plan_.slices_offset, turn - lag_);        // @elements-emptied
+    empty_places(plan_.returned_offset, turn - 2 * lag_);  // @results-emptied
+    if (plan_.all_reachable == 0) fence_acq_rel_sys();     // publishes each thread's stores to the network
     hand_over(turns_.ended[turn % 2]);
   }
 
@@ -310,7 +311,7 @@ class SliceReduce {
     for (int first = 0; first < team_.size; first += kBatch) {
       BarePacket packets[kBatch] = {};
       const auto is_sent = [&](int) { return is_there; };
-      if (!take_packets(kPhaseSlice, plan_.slices_offset, step, first, i, is_sent, packets)) return false;
+      if (!read_packets(kPhaseSlice, plan_.slices_offset, step, first, i, is_sent, packets)) return false;
       PO_UNROLL
       for (int k = 0; k < kBatch; ++k) {
         if (first + k < team_.size) Block::add_to(sums, first + k == team_.rank ? sent : chunk_of(packets[k]));
@@ -329,7 +330,7 @@ class SliceReduce {
       for (int i = 0; i < kLaneChunks; ++i) {
         BarePacket packets[kBatch] = {};
         const auto is_sent = [&](int pe) { return chunk(step, pe, i).count != 0; };
-        const bool is_whole = take_packets(kPhaseTurn, plan_.returned_offset, step, first, i, is_sent, packets);
+        const bool is_whole = read_packets(kPhaseTurn, plan_.returned_offset, step, first, i, is_sent, packets);
         PO_UNROLL
         for (int k = 0; k < kBatch; ++k) {
           if (first + k >= team_.size || first + k == team_.rank) continue;
@@ -350,14 +351,13 @@ class SliceReduce {
     }
   }
 
-  // Takes a lane's packets from kBatch PEs, as of `first`. `is_sent`: whether a PE sends one. Puts bring whole slices, so
-  // places without a packet are emptied, too.
+  // Reads a lane's packets from kBatch PEs, as of `first`. `is_sent`: whether a PE sends one.
   template <class IsSent>
-  PO_FN bool take_packets(Phase phase, uint64_t area, int step, int first, int i, const IsSent& is_sent,
+  PO_FN bool read_packets(Phase phase, uint64_t area, int step, int first, int i, const IsSent& is_sent,
                           BarePacket (&packets)[kBatch]) {
     if (has_given_up_) return false;
     BarePlaces<kBatch> at = {team_.heap + packet_place(area, step, first, i),
-                             bytes_to_next_pe(),
+                             static_cast<uint64_t>(wg_.count()) * slice_bytes(),
                              nullptr,  // all have granted credit to this launch
                              0,
                              {},
@@ -368,15 +368,20 @@ class SliceReduce {
       const int pe = first + k;
       at.senders[k] = pe < team_.size && pe != team_.rank && is_sent(pe) ? pe : -1;
     }
-    has_given_up_ = !take_bare_packets(team_, phase, at, false, packets);
-    PO_UNROLL
-    for (int k = 0; k < kBatch; ++k) {
-      const int pe = first + k;
-      if (plan_.all_reachable != 0 || pe >= team_.size || is_near(pe) || at.senders[k] >= 0) continue;
-      uint8_t* unsent = at.place + static_cast<uint64_t>(k) * at.stride;
-      bare_packet_empty_sys(reinterpret_cast<BarePacket*>(unsent));  // @unsent-emptied
-    }
+    has_given_up_ = !await_bare_packets(team_, phase, at, false, packets);
     return !has_given_up_;
+  }
+
+  // Empties the places of a lane's packets from all PEs. Puts bring whole slices, so nothing may lie beside them either.
+  PO_FN void empty_places(uint64_t area, int step) const {
+    if (has_given_up_ || step < 0 || step >= num_steps_) return;
+    PO_NO_UNROLL
+    for (int hops = 1; hops < team_.size; ++hops) {
+      PO_UNROLL
+      for (int i = 0; i < kLaneChunks; ++i) {
+        bare_packet_empty_sys(reinterpret_cast<BarePacket*>(team_.heap + packet_place(area, step, after(hops), i)));
+      }
+    }
   }
 
   PO_FN void tell_squares(int step, int owner, const Chunks& results) {
