@@ -110,7 +110,7 @@ class PendingSum:
         self._tensor: torch.Tensor | None = None
         room.unresolved = self
         if not is_for_later:  # while the host would only wait; the number of rows is often the last one
-            self._make(room.num_rows)
+            self._make(min(room.num_rows, self._plan.capacity))
             self._tensor = self._sparse()
 
     def done(self) -> bool:
@@ -148,7 +148,7 @@ class PendingSum:
                 self._plan.take_problem()  # the same again
             except BaseException as error:
                 # Too large for the heap on all PEs, or the others miss this launch: later calls need not fail.
-                room.rows = room.num_rows = 0
+                room.rows = 0
                 if not isinstance(error, Exception):
                     self._error = PeerLostError("sparse_all_reduce: this sum was interrupted between its launches")
                     raise
