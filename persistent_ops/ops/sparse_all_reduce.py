@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -205,10 +206,15 @@ def _check(x: torch.Tensor, op: str, algorithm: str, device: torch.device) -> La
             "of a dense tensor has one"
         )
     check_choices(op, algorithm, ALGORITHMS)
-    shape, dtype = x.shape, x.dtype
-    check_values("x", dtype, x.device, device)
-    check_num_rows("x", shape[0])
+    layout = _layout(x.shape, x.dtype, x.device, op, device)
     check_num_entries("x", x._nnz())
+    return layout
+
+
+@functools.lru_cache(256)
+def _layout(shape: torch.Size, dtype: torch.dtype, device: torch.device, op: str, expected: torch.device) -> Layout:
+    check_values("x", dtype, device, expected)
+    check_num_rows("x", shape[0])
     return Layout(shape[0], tuple(shape[1:]), dtype, op)
 
 
@@ -338,11 +344,11 @@ def _run_into(
     _check_places({"indices": indices, "values": values, "count": count}, outputs)
     layout = Layout(num_rows, row_shape, values.dtype, op)
     entries = Entries(indices.contiguous(), None, values) if is_coalesced else sorted_entries(indices, values, count)
-    gathers = algorithm == "allgather"
+    state, gathers = OPERATOR.state(world), algorithm == "allgather"
     if algorithm == "auto":
-        gathers = world.size * capacity * layout.columns * 4 <= OPERATOR.tuning(world).gather_bytes
+        gathers = world.size * capacity * layout.columns * 4 <= (state.tuning or OPERATOR.default_tuning).gather_bytes
     used, row_bytes = (out_indices, out_count, count), layout.row_bytes
-    plan = find_plan(world, layout, capacity, entries, *used, gathers=gathers, row_bytes=row_bytes, is_into=True)
+    plan = find_plan(world, state, layout, capacity, entries, *used, gathers=gathers, row_bytes=row_bytes, is_into=True)
     increment_version((out_indices, out_values, out_count))
     count_at = 0 if count is None else count.data_ptr()
     plan.launch(entries, output_offset, (out_indices.data_ptr(), out_count.data_ptr(), count_at))

@@ -8,6 +8,7 @@ import torch
 
 from ..runtime.compile.literals import vector_bytes
 from ..runtime.errors import PeerLostError, PeerTimeoutError, to_raise
+from ..runtime.operator import OperatorState
 from ..runtime.world import World
 from .sparse_plan import (
     GIVEN_UP,
@@ -51,6 +52,7 @@ def result_bytes(capacity: int, row_bytes: int) -> int:
 
 def find_plan(
     world: World,
+    state: OperatorState,
     layout: Layout,
     capacity: int,
     entries: Entries,
@@ -65,7 +67,6 @@ def find_plan(
     Raises:
         RuntimeError: it would have to be made in a CUDA-graph capture.
     """
-    state = OPERATOR.state(world)
     rows, order, values = entries
     is_aligned = not (row_bytes | values.data_ptr()) % vector_bytes()
     key = SparseKey(
@@ -95,8 +96,6 @@ class PendingSum:
         self._world = world
         self._state = state
         self._room = room
-        self._layout = room.layout
-        self._entries: Entries | None = entries
         self._algorithm = algorithm
         self._tag = tag
         self._generation = state.generation
@@ -104,12 +103,15 @@ class PendingSum:
         self._stream: torch.cuda.Stream | None = None
         if is_for_later and world.backend.name == "cuda":
             self._stream = torch.cuda.current_stream(world.backend.device)
-        self._result: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._tensor: torch.Tensor | None = None
+        self._launch(entries)
+        self._entries: Entries | None = entries
         self._error: Exception | None = None
         self._problem: Exception | None = None  # with this PE's entries
-        self._launch(entries)
+        self._tensor: torch.Tensor | None = None
         room.unresolved = self
+        if not is_for_later:  # while the host would only wait; the number of rows is often the last one
+            self._make(min(room.num_rows, self._plan.capacity))
+            self._tensor = self._sparse()
 
     def done(self) -> bool:
         """Return whether `wait` would neither wait nor launch, and the rows have come, or will not come any more."""
@@ -152,7 +154,8 @@ class PendingSum:
                     raise
                 self._error = to_raise(error)
                 return
-        self._result = self._views(num_rows)
+        if num_rows != self._made_rows:
+            self._make(num_rows)
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return row numbers and values, ordered before what the current stream does next.
@@ -160,20 +163,17 @@ class PendingSum:
         Raises:
             PersistentOpsError: the launch was given up, now or before a recovery, or its world is closed.
         """
-        rows, values = self._taken()
-        return rows[0], values
+        self._await()
+        return self._rows[0], self._values
 
     def tensor(self) -> torch.Tensor:
         """Return the sum of `pair` as a sparse tensor."""
-        rows, values = self._taken()
+        self._await()
         if self._tensor is None:
-            size = (self._layout.num_rows, *self._layout.row_shape)
-            self._tensor = torch.sparse_coo_tensor(
-                rows, values, size, device=values.device, check_invariants=False, is_coalesced=True
-            )
+            self._tensor = self._sparse()
         return self._tensor
 
-    def _taken(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _await(self) -> None:
         self.resolve()
         if self._error is not None:
             raise to_raise(self._error)
@@ -183,8 +183,6 @@ class PendingSum:
             if here != self._stream:
                 here.wait_event(self._ended)
                 self._slot.readers.add(here)
-        assert self._result is not None
-        return self._result
 
     def wait(self) -> torch.Tensor:
         """Return the sum, the same tensor each time; raise the errors of launches."""
@@ -218,18 +216,29 @@ class PendingSum:
         self._ended.record(self._stream)
 
     def _launch_here(self, entries: Entries) -> None:
-        world, room, layout = self._world, self._room, self._layout
-        capacity, row_bytes = room.rows, room.row_bytes
-        gathers = _gathers(world, room, self._algorithm)
-        self._plan = find_plan(world, layout, capacity, entries, gathers=gathers, row_bytes=row_bytes, tag=self._tag)
-        self._values_bytes = _bytes_of_values(capacity, row_bytes)
-        nbytes = result_bytes(capacity, row_bytes)
-        self._slot = slot = world.outputs.take(nbytes, world.backend.stream(), is_captured=False)
-        self._plan.launch(entries, slot.offset)
+        world, state, room = self._world, self._state.kept, self._room
+        layout, capacity, row_bytes = room.layout, room.rows, room.row_bytes
+        gathers = self._gathers(state.tuning or OPERATOR.default_tuning)
+        self._plan = plan = find_plan(
+            world, state, layout, capacity, entries, gathers=gathers, row_bytes=row_bytes, tag=self._tag
+        )
+        nbytes, stream = result_bytes(capacity, row_bytes), world.backend.stream()
+        self._slot = slot = world.outputs.take(nbytes, stream, is_captured=False)
+        plan.launch(entries, slot.offset)
         # While the kernel runs, not when the host has waited for it.
         as_values = slot.as_dtype(layout.dtype)
-        self._as_rows = slot.behind(self._values_bytes, world.backend, torch.int64)
+        self._as_rows = slot.behind(_bytes_of_values(capacity, row_bytes), world.backend, torch.int64)
         self._as_values = as_values.detach()  # keeps the buffer for this launch, and the values' history apart
+        self._made_rows = -1
+
+    def _gathers(self, tuning: Tuning) -> bool:
+        room = self._room
+        if room.rows == 0 or self._algorithm == "owner":
+            return False
+        if self._algorithm == "allgather":
+            return True
+        nbytes = self._world.size * room.rows * room.columns * 4
+        return nbytes <= tuning.gather_bytes and room.shares <= tuning.gather_share
 
     def _is_over(self) -> bool:
         if self._ended is not None:
@@ -238,16 +247,24 @@ class PendingSum:
             return True
         return bool(self._state.stream(self._slot.stream, self._world.backend.device).query())
 
-    def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return row numbers, `[1, U]`, and values."""
-        if num_rows == 0:
-            # Not in the buffer: torch adds to an empty gradient by growing it in place.
-            with torch.inference_mode(False):
-                rows = torch.empty_like(self._as_rows[:0]).view(1, 0)
-                return rows, torch.empty_like(self._as_values[:0]).view(0, *self._layout.row_shape)
-        values = self._as_values.as_strided((num_rows, *self._layout.row_shape), self._room.strides, 0)
-        rows = self._as_rows.as_strided((1, num_rows), (num_rows, 1))
-        return rows, values
+    def _make(self, num_rows: int) -> None:
+        """Make the result of so many rows: their numbers, `[1, U]`, and values."""
+        room = self._room
+        self._tensor, self._made_rows = None, num_rows
+        if num_rows:
+            self._values = self._as_values.as_strided((num_rows, *room.size[1:]), room.strides, 0)
+            self._rows = self._as_rows.as_strided((1, num_rows), (num_rows, 1))
+            return
+        # Not in the buffer: torch adds to an empty gradient by growing it in place.
+        with torch.inference_mode(False):
+            self._values = torch.empty_like(self._as_values[:0]).view(0, *room.size[1:])
+            self._rows = torch.empty_like(self._as_rows[:0]).view(1, 0)
+
+    def _sparse(self) -> torch.Tensor:
+        values, size = self._values, self._room.size
+        return torch.sparse_coo_tensor(
+            self._rows, values, size, device=values.device, check_invariants=False, is_coalesced=True
+        )
 
 
 def start(
@@ -289,13 +306,3 @@ def refuse_capture(world: World) -> None:
         raise RuntimeError(
             "sparse_all_reduce: the size of its result is known on the host only; capture sparse_all_reduce_into"
         )
-
-
-def _gathers(world: World, room: Room, algorithm: str) -> bool:
-    if room.rows == 0 or algorithm == "owner":
-        return False
-    if algorithm == "allgather":
-        return True
-    tuning: Tuning = OPERATOR.tuning(world)
-    nbytes = world.size * room.rows * room.columns * 4
-    return nbytes <= tuning.gather_bytes and room.shares <= tuning.gather_share

@@ -17,7 +17,7 @@ from ..runtime.compile.literals import vector_bytes, warp_size
 from ..runtime.contract import Contract, Field
 from ..runtime.dtypes import INDEX_TYPES, SCALARS
 from ..runtime.errors import CapacityError, PeerTimeoutError
-from ..runtime.operator import Operator
+from ..runtime.operator import Operator, OperatorState
 from ..runtime.plans import Plan
 from ..runtime.team import Team
 from ..runtime.tuning import BoundedTuning, at_least
@@ -184,30 +184,35 @@ class Room:
     Attributes:
         layout: of the results.
         rows: 0 before the first result.
+        num_rows: of the last result.
         shares: the shares per row seen last.
         unresolved: that launch, a `PendingSum`, or None.
         columns, row_bytes: of the layout.
+        size: of the results.
         strides: of the results' values.
     """
 
     layout: Layout
     rows: int = 0
+    num_rows: int = 0
     shares: float = 0.0
     unresolved: Any = None
     columns: int = 0
     row_bytes: int = 0
+    size: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     _num_small: int = 0  # results in a row that needed less than half
     _most_of_small: int = 0
 
     def __post_init__(self) -> None:
         row_shape = self.layout.row_shape
+        self.size = (self.layout.num_rows, *row_shape)
         self.columns, self.row_bytes = self.layout.columns, self.layout.row_bytes
         self.strides = tuple(math.prod(row_shape[i:]) for i in range(len(row_shape) + 1))
 
     def learn(self, num_rows: int, shares: float) -> None:
         """Take in a result's number of rows."""
-        self.shares = shares
+        self.num_rows, self.shares = num_rows, shares
         fitting = fitting_rows(self.layout, num_rows)
         if num_rows <= self.rows and self.rows > 2 * fitting:
             self._num_small += 1
@@ -239,11 +244,13 @@ class SparseState:
     """The state that a world keeps for this operator, besides plans.
 
     Attributes:
+        kept: what it keeps besides, plans among others.
         rooms: by layout and tag, MAX_ROOMS at most.
         generation: how often the world has recovered, or been closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: OperatorState) -> None:
+        self.kept = kept
         self.rooms: dict[tuple[Layout, int], Room] = {}
         self.generation = 0
         self._stream: torch.cuda.Stream | None = None
@@ -291,7 +298,7 @@ def state_of(world: World) -> SparseState:
     """Return the world's state of this operator."""
     state = OPERATOR.state(world)
     if state.own is None:
-        state.own = SparseState()
+        state.own = SparseState(state)
     return state.own  # type: ignore[no-any-return]
 
 

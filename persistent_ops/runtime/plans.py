@@ -72,7 +72,7 @@ class Plans(dict[Hashable, _P]):
         tracer = self._site.tracer
         kept = key if tracer is None else Traced(tracer, key)
         try:
-            plan = super().get(kept)
+            plan = dict.get(self, kept)
         except TypeError:
             plan = None
         if plan is None:

@@ -296,7 +296,8 @@ class Workspace:
         Args:
             own: what a handle's own record had, which is raised before what others found wrong with their input.
         """
-        self.raise_failure()
+        if self._failure is not None or self._error.state:
+            self.raise_failure()
         if own is not None:
             raise to_raise(own)
         if (problem := self._input.take()) is not None:

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.host
 LIMITS = {
     "all_reduce": (19, 12),
     "gemv_all_reduce": (16, 13),
-    "sparse_all_reduce": (54, 13),
+    "sparse_all_reduce": (49, 13),
     "embedding_all_to_all": (21, 13),
-    "collection": (141, 25),
+    "collection": (140, 25),
 }
 
 
