@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -45,7 +46,7 @@ _LONGEST_TIMEOUT_S = 20 * 86400.0  # the system counts milliseconds in 32 bits
 _LEFT_OVER_S = 24 * 3600.0
 _ROOT = 0
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("persistent_ops")
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ def fetch(job: Job) -> tuple[Path, dict[str, Any]]:
         with _locked(cache / "locks" / f"{job.key}.lock", seconds, job.what):
             manifest = _read_entry(entry, job.key, job.artifact)  # the previous holder of the lock may have compiled it
             if manifest is None:
+                _announce(cache)
                 manifest = _compile(job, cache, entry, seconds)
     except OSError as error:
         raise CompileError(
@@ -214,6 +216,16 @@ def fetch_shared(shared_key: str, artifact: str) -> tuple[Path, dict[str, Any]] 
     entry = cache / "entries" / key
     manifest = _read_entry(entry, key, artifact)
     return None if manifest is None else (entry / artifact, manifest)
+
+
+@functools.cache
+def _announce(cache: Path) -> None:
+    """Say why the program waits, unless a process that still runs, another PE for one, has said so."""
+    descriptor = os.open(cache / "locks" / "announced", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if lock_within(0.0, descriptor):  # until this process ends
+        _log.warning("persistent_ops: compiling kernels, once; they stay in %s", cache)
+    else:
+        os.close(descriptor)
 
 
 def _compile(job: Job, cache: Path, entry: Path, seconds: float) -> dict[str, Any]:
@@ -256,7 +268,7 @@ def _compile(job: Job, cache: Path, entry: Path, seconds: float) -> dict[str, An
         sync(entry.parent)
         if job.shared_key is not None:
             _write_shared(cache, job.shared_key, job.key)
-        _log.info("%s: compiled in %.1f s", job.what, elapsed)
+        _log.info("persistent_ops: %s: compiled in %.1f s", job.what, elapsed)
         return manifest
     finally:
         shutil.rmtree(folder, ignore_errors=True)

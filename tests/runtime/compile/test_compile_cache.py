@@ -153,6 +153,28 @@ def test_old_working_folders_of_other_keys_are_removed(workshop: Workshop) -> No
     assert young.exists()
 
 
+def test_one_line_says_that_kernels_are_compiled(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    workshop.on_compile(f"while [ ! -e {workshop.state}/go ]; do sleep 0.05; done")
+    other = workshop.start()
+    wait_until(lambda: workshop.compilations == 1)
+    (workshop.state / "on_compile").write_text("")
+    workshop.build(is_portable=True)  # beside the other process, which has said so
+    (workshop.state / "go").touch()
+    errors = other.communicate(timeout=60)[1]
+    assert errors == f"persistent_ops: compiling kernels, once; they stay in {workshop.cache}\n"
+    assert not caplog.records
+
+
+def test_what_is_in_the_cache_is_not_announced(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    workshop.build()
+    workshop.build(is_portable=True)
+    assert [record.message for record in caplog.records] == [
+        f"persistent_ops: compiling kernels, once; they stay in {workshop.cache}"
+    ]
+    process = workshop.start()
+    assert process.communicate(timeout=60)[1] == ""
+
+
 def test_folder_is_created_for_its_owner_alone(workshop: Workshop) -> None:
     before = os.umask(0)
     try:
