@@ -112,6 +112,7 @@ class World:
         self._is_closed = False
         self._watch = bootstrap.watch(self._peers_changed, CallOrder(self.rank, self._ordered_workspaces, backend.peek))
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
+        self._compiling: list[threading.Thread] = []
         self.compile_ahead([_barrier_request])
 
     # ---- workspaces --------------------------------------------------------------------------------------------------
@@ -247,8 +248,16 @@ class World:
                 request = dataclasses.replace(request, traces=traces)
                 self.backend.compile(request, links_nvshmem=links_nvshmem and request.shape.links_nvshmem)
 
+        self._compiling = [thread for thread in self._compiling if thread.is_alive()]
         for each in requests:
-            threading.Thread(target=compile_one, args=(each,), name="persistent_ops: compiler", daemon=True).start()
+            thread = threading.Thread(target=compile_one, args=(each,), name="persistent_ops: compiler", daemon=True)
+            thread.start()
+            self._compiling.append(thread)
+
+    def await_compilations(self) -> None:
+        """Wait until everything has been compiled that `compile_ahead` was given."""
+        for thread in self._compiling:
+            thread.join()
 
     def set_tracer(self, tracer: Tracer | None) -> None:
         """Set where kernels leave timelines, or None; forget those that have traced. CUDA graphs keep theirs."""
