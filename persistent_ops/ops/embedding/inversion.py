@@ -165,10 +165,9 @@ class Tuning(BoundedTuning):
     items: int | None = None
 
 
-OPERATOR = Operator(_NAME, ("tables", "batch", "keys", "work_groups"), max_plans=256, default_tuning=Tuning())
-
-
-_WITH_ROOM = Tuning(threads=1024, work_groups_per_sm=1)  # one WG in place of two, where SMs are left to others
+# By whether SMs are left to others: then there is one WG in place of two.
+_DEFAULTS = {False: Tuning(), True: Tuning(threads=1024, work_groups_per_sm=1)}
+OPERATOR = Operator(_NAME, ("tables", "batch", "keys", "work_groups"), max_plans=256, default_tuning=_DEFAULTS[False])
 
 
 class InversionKey(NamedTuple):
@@ -322,7 +321,7 @@ class Sorting(NamedTuple):
 
 def request_for(world: World, sorting: Sorting, num_lookups: int) -> KernelRequest:
     """Return the kernel of a plan for so many lookups, any thread; see `InversionPlan`."""
-    tuning = _tuning(world, OPERATOR.tuned(world))
+    tuning: Tuning = OPERATOR.tuned(world) or _DEFAULTS[world.backend.leaves_room]
     is_small = _is_small(sorting.num_sort_keys, lookups=sorting.lookups)
     return _request_of(world, sorting, _choose_items(world, tuning, num_lookups, is_small=is_small), tuning)
 
@@ -415,10 +414,6 @@ def is_wide(num_sort_keys: int) -> bool:
 def _is_small(num_sort_keys: int, *, lookups: bool) -> bool:
     """Return whether a key and its payload take 8 bytes."""
     return not is_wide(num_sort_keys) and not lookups
-
-
-def _tuning(world: World, tuned: Tuning | None) -> Tuning:
-    return tuned or (_WITH_ROOM if world.backend.leaves_room else OPERATOR.default_tuning)
 
 
 def _choose_items(world: World, tuning: Tuning, num_lookups: int, *, is_small: bool) -> int:
@@ -528,7 +523,7 @@ def _plan(
     room_for: int,
 ) -> InversionPlan:
     state = OPERATOR.state(world)
-    tuning = _tuning(world, state.tuning)
+    tuning: Tuning = state.tuning or _DEFAULTS[world.backend.leaves_room]
     is_small = _is_small(rows.num_sort_keys, lookups=lookups)
     items = _choose_items(world, tuning, num_lookups, is_small=is_small)
     key = InversionKey(world.alone, rows, *dtypes, counts, lookups, items, room_for, tuning)

@@ -199,6 +199,8 @@ def fetch(job: Job) -> tuple[Path, dict[str, Any]]:
                 _announce(cache)
                 manifest = _compile(job, cache, entry, seconds)
     except OSError as error:
+        if job.shared_key is not None and (shared := fetch_shared(job.shared_key, job.artifact)) is not None:
+            return shared
         raise CompileError(
             f"{job.what}: the compile cache {cache} cannot be written: {error}. Make room, or set "
             "PERSISTENT_OPS_CACHE to a folder that can be written."

@@ -353,6 +353,19 @@ def test_a_shipped_cache_serves_without_compilers(
         compile_cuda(shipped, arch="sm_90a")
 
 
+def test_a_shipped_cache_that_cannot_be_written_serves_beside_another_compiler(
+    workshop: Workshop, fake_nvcc: Path
+) -> None:
+    shipped = compile_cuda(workshop.source).path
+    write_script(workshop.state / "nvcc", FAKE_NVCC.format(state=workshop.state, release="13.1"))
+    shutil.rmtree(workshop.cache / "locks")
+    (workshop.cache / "locks").touch()  # permissions do not stop root
+    jit.clear_memo()
+    assert compile_cuda(workshop.source).path == shipped
+    with pytest.raises(CompileError, match="cannot be written"):
+        compile_cuda(workshop.source, arch="sm_80")
+
+
 def test_a_damaged_entry_of_a_shipped_cache_is_none(
     workshop: Workshop, fake_nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
