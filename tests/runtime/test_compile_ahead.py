@@ -134,6 +134,20 @@ def test_kernels_that_put_are_linked_ahead(tmp_path: Path) -> None:
         assert po.launch(run, 2, threads=True, timeout=100)[0] == {("barrier", True), ("ceilings", False)}
 
 
+@pytest.mark.parametrize("kind", [po.nn.RowParallelLinear, po.nn.ColumnParallelLinear])
+def test_a_layer_says_what_a_decoded_token_loads(kind: Any, tmp_path: Path) -> None:
+    def call() -> torch.Tensor:
+        with torch.no_grad():
+            layer = kind(256, 96, dtype=torch.bfloat16)
+            _world.current().await_compilations()
+            result: torch.Tensor = layer(torch.ones(256, dtype=torch.bfloat16))
+        return result.requires_grad_()
+
+    backend = _heard(call, tmp_path)
+    assert "gemv_all_reduce" in {request.name for request, _ in backend.loaded}
+    assert backend.loaded <= backend.ahead
+
+
 # ---- threads ---------------------------------------------------------------------------------------------------------
 
 
