@@ -61,7 +61,7 @@ class Program:
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return a tensor of any content."""
-        return torch.empty(shape, dtype=self.dtype)
+        return torch.empty(shape, dtype=self.dtype, device="cpu")
 
 
 # ---- what programs call ----------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def _factors(of: Program) -> tuple[torch.Tensor, torch.Tensor]:
 def _sparse_all_reduce(of: Program) -> None:
     most = of.batch * of.pes
     po.sparse_all_reduce_into(
-        torch.zeros(of.batch, dtype=torch.int64),
+        torch.zeros(of.batch, dtype=torch.int64, device="cpu"),
         of.empty(of.batch, of.dim),
         num_rows=of.rows,
         out_indices=po.empty(most, dtype=torch.int64),
@@ -109,9 +109,9 @@ def _sparse_all_reduce(of: Program) -> None:
 def _embedding_all_to_all(of: Program) -> None:
     tables = [of.empty(of.rows, of.dim) for _ in range(of.tables)]
     bags = of.tables * of.batch * of.pes
-    offsets = torch.arange(bags + 1) * of.lookups
-    indices = torch.zeros(bags * of.lookups, dtype=torch.int64)
-    factors = torch.zeros(indices.numel()) if of.is_weighted else None
+    offsets = torch.arange(bags + 1, dtype=torch.int64, device="cpu") * of.lookups
+    indices = torch.zeros(bags * of.lookups, dtype=torch.int64, device="cpu")
+    factors = torch.zeros(indices.numel(), dtype=torch.float32, device="cpu") if of.is_weighted else None
     optimizer = po.EmbeddingOptimizer(tables, of.optimizer)
     po.embedding_all_to_all(tables, indices, offsets, factors, optimizer=optimizer)
 
