@@ -147,7 +147,7 @@ def precompile(
     Exits with 1 if a kernel does not compile, and with 2 if an argument is wrong.
     """
     from .precompile import DTYPES, Program, precompile as compile_all
-    from .runtime.errors import CompileError
+    from .runtime.errors import PersistentOpsError
 
     sizes = {
         "in_features": in_features,
@@ -168,7 +168,7 @@ def precompile(
             typer.echo(line)
     except (ValueError, TypeError) as error:
         _fail(error, 2)
-    except CompileError as error:
+    except PersistentOpsError as error:
         _fail(error, 1)
 
 

@@ -23,7 +23,7 @@ __all__ = ["DTYPES", "NAMES", "Program", "precompile", "wanted_by"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _GPUS = {gpu.arch: gpu for gpu in (Gpu("sm_80", 108, 163 << 10), Gpu(), Gpu("sm_100", 148, 227 << 10))}
-_HEAP_BYTES = 1 << 30
+_HEAP_BYTES = 32 << 30
 _TIMEOUT_S = 600.0
 _VECTORS = (1, 8, 16)  # for each of which there is a kernel
 
