@@ -236,13 +236,14 @@ class World:
             requests: called in threads, since already a request may need a compiled description; None: that was all.
             team: whose PEs the kernels reach; the world's by default.
 
-        Nothing is raised: what does not compile is reported by the call that loads it.
+        Nothing is raised: what does not compile is reported by the call that loads it. A process that exits waits for
+        what is being compiled.
         """
         links_nvshmem, traces = not (team or self.team).all_reachable, self.tracer is not None
 
         def compile_one(request_of: Callable[[], KernelRequest | None]) -> None:
             with _compiling_ahead, contextlib.suppress(Exception):
-                request = request_of()
+                request = None if self._is_closed else request_of()
                 if request is None:
                     return
                 request = dataclasses.replace(request, traces=traces)
@@ -250,7 +251,8 @@ class World:
 
         self._compiling = [thread for thread in self._compiling if thread.is_alive()]
         for each in requests:
-            thread = threading.Thread(target=compile_one, args=(each,), name="persistent_ops: compiler", daemon=True)
+            # No daemon: one that logs while the interpreter exits would abort the process.
+            thread = threading.Thread(target=compile_one, args=(each,), name="persistent_ops: compiler")
             thread.start()
             self._compiling.append(thread)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +187,26 @@ def test_kernels_are_compiled_side_by_side_and_a_load_waits(
         return workshop.compilations - before
 
     assert po.launch(run, 1, threads=True, timeout=100) == [2]
+
+
+LEAVES = """
+import logging
+import persistent_ops as po
+from persistent_ops.runtime import world
+
+logging.basicConfig(level=logging.INFO)
+po.init("host", heap_size=16 << 20)
+world.current().compile_ahead([lambda: world._barrier_request()] * 3)
+"""
+
+
+def test_a_program_that_ends_meanwhile_ends_well(workshop: Workshop) -> None:
+    describe(COMM), description_of("barrier")
+    workshop.on_compile("sleep 0.5")
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "compiling kernels/barrier.cuh for the host: compiled in" in done.stderr
+    assert list((workshop.cache / "tmp").iterdir()) == []
 
 
 class _Unbounded:
