@@ -38,7 +38,7 @@ from ..errors import CompileError
 from ..file_lock import lock_within
 from ..file_sync import sync
 
-__all__ = ["Job", "cache_folder", "fetch", "fetch_shared"]
+__all__ = ["Job", "cache_folder", "count_shared", "fetch", "fetch_shared"]
 
 _OUTPUT_LINES = 60
 _DEFAULT_TIMEOUT_S = 600.0
@@ -228,6 +228,13 @@ def _announce(cache: Path) -> None:
         _log.warning("persistent_ops: compiling kernels, once; they stay in %s", cache)
     else:
         os.close(descriptor)
+
+
+def count_shared(suffix: str) -> int:
+    """Return how many entries that other machines may use have an artifact with this suffix."""
+    cache = cache_folder()
+    keys = [path.read_text() for path in (cache / "shared").glob("*")]
+    return sum(any((cache / "entries" / key).glob(f"*{suffix}")) for key in keys)
 
 
 def _compile(job: Job, cache: Path, entry: Path, seconds: float) -> dict[str, Any]:
