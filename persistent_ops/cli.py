@@ -1,4 +1,4 @@
-"""The command line: persistent-ops demo | bench | trace | doctor | --version."""
+"""The command line: persistent-ops demo | bench | trace | doctor | compile | --version."""
 
 from __future__ import annotations
 
@@ -119,6 +119,57 @@ def doctor(
     from .doctor import run_doctor
 
     raise typer.Exit(run_doctor(as_json=json, of_ranks=ranks))
+
+
+@app.command(name="compile")
+def precompile(
+    names: Annotated[list[str], typer.Argument(help="Operators and modules, or all.")],
+    arch: Annotated[
+        str | None, typer.Option(help="Architecture, such as sm_90. Default: that of the GPU here.")
+    ] = None,
+    dtype: Annotated[list[str], typer.Option(help="Dtype of weights and tables; may be repeated.")] = ["bf16"],  # noqa: B006
+    pes: Annotated[int, typer.Option(help="PEs of the program.")] = 2,
+    nodes: Annotated[int, typer.Option(help="Hosts of them.")] = 1,
+    in_features: Annotated[int, typer.Option(help="Features that go into a linear layer, K.")] = 4096,
+    out_features: Annotated[int, typer.Option(help="Features that come out, and columns that are summed.")] = 4096,
+    tokens: Annotated[int, typer.Option(help="Rows of x.")] = 512,
+    tables: Annotated[int, typer.Option(help="Embedding tables of a PE.")] = 4,
+    rows: Annotated[int, typer.Option(help="Rows of a table.")] = 100_000,
+    dim: Annotated[int, typer.Option(help="Elements of a row.")] = 128,
+    batch: Annotated[int, typer.Option(help="Samples of a PE.")] = 1024,
+    lookups: Annotated[int, typer.Option(help="Lookups of a sample in each table.")] = 1,
+    optimizer: Annotated[str, typer.Option(help="Optimizer of the tables.")] = "rowwise_adagrad",
+    weighted: Annotated[bool, typer.Option("--weighted", help="Lookups have weights.")] = False,
+) -> None:
+    """Compile the kernels of operators and modules into the cache, side by side. Needs nvcc and no GPU.
+
+    Names are those of po and po.nn. Which kernels a program loads depends on dtypes and sizes: pass the program's.
+    Exits with 1 if a kernel does not compile, and with 2 if an argument is wrong.
+    """
+    from .precompile import DTYPES, Program, precompile as compile_all
+    from .runtime.errors import PersistentOpsError
+
+    sizes = {
+        "in_features": in_features,
+        "out_features": out_features,
+        "tokens": tokens,
+        "tables": tables,
+        "rows": rows,
+        "dim": dim,
+        "batch": batch,
+        "lookups": lookups,
+    }
+    try:
+        if unknown := set(dtype) - set(DTYPES):
+            raise ValueError(f"--dtype: expected {', '.join(DTYPES)}; got {', '.join(sorted(unknown))}")
+        options = {"pes": pes, "nodes": nodes, **sizes}
+        programs = [Program(DTYPES[each], optimizer=optimizer, is_weighted=weighted, **options) for each in dtype]
+        for line in compile_all(names, programs, arch):
+            typer.echo(line)
+    except (ValueError, TypeError) as error:
+        _fail(error, 2)
+    except PersistentOpsError as error:
+        _fail(error, 1)
 
 
 def benchmark_folder() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import importlib.metadata
@@ -306,10 +307,22 @@ def _compilers() -> list[Finding]:
         nvcc = toolchain.find_nvcc()
         findings.append(Finding(section, "nvcc", "ok", f"{nvcc.version} ({nvcc.source}), {nvcc.path}"))
     except CompileError as error:
+        if num_kernels := _shipped_kernels(error):
+            findings.append(Finding(section, "nvcc", "info", f"none; kernels in the compile cache: {num_kernels}"))
+            return findings
         has_gpu = _cuda_works() or bool(_smi_gpus())
         remedy = _unset("PERSISTENT_OPS_NVCC") or (toolchain.nvcc_remedy() if has_gpu else "")
         findings.append(Finding(section, "nvcc", "missing" if has_gpu else "info", str(error), remedy, ("cuda",)))
     return findings
+
+
+def _shipped_kernels(error: Exception) -> int:
+    """Return how many GPU kernels a cache has that serves without nvcc, where that is what is wrong."""
+    from .runtime.compile import cache as compile_cache, toolchain
+
+    with contextlib.suppress(PersistentOpsError, OSError):  # which another finding is about
+        return compile_cache.count_shared(".cubin") if isinstance(error, toolchain.NoCompilerError) else 0
+    return 0
 
 
 def _unset(*variables: str) -> str:

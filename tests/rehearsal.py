@@ -30,19 +30,17 @@ from unittest import mock
 import bits
 import kept_pes
 import pytest
-import torch
 
 import persistent_ops as po
 from persistent_ops.ops.embedding.inversion import InversionPlan, Inverted
 from persistent_ops.ops.embedding.lookups import Lookups
 from persistent_ops.ops.sparse_plan import SparsePlan
 from persistent_ops.runtime import joining
-from persistent_ops.runtime.backend import KernelRequest, LaunchShape
+from persistent_ops.runtime.backend import GPU_BLOCKS_PER_SM, KernelRequest
 from persistent_ops.runtime.compile.jit import CudaBinary, KernelSource, compile_cuda
-from persistent_ops.runtime.devices import architecture
 from persistent_ops.runtime.host import HostBackend
+from persistent_ops.runtime.paper import Gpu, SilentKernel
 from persistent_ops.runtime.pe_threads import end_those_left_behind
-from persistent_ops.runtime.residency import Footprint
 
 __all__ = ["Compiler", "Gpu", "Noted", "Notes", "NotingBackend", "PaperGpu", "bound", "rehearsing"]
 
@@ -113,26 +111,6 @@ class Notes:
 # ---- backends that launch nothing ------------------------------------------------------------------------------------
 
 
-class _Silent:
-    """A kernel that does nothing."""
-
-    def __init__(self, backend: NotingBackend, shape: LaunchShape) -> None:
-        self.admitted_grid = 0
-        self._backend, self._shape = backend, shape
-
-    def footprint(self) -> Footprint:
-        return Footprint(self._shape.threads, 0, 0, self._backend.default_blocks_per_sm, cluster=self._shape.cluster)
-
-    def resident_work_groups(self) -> int:
-        return self._backend.default_blocks_per_sm * self._backend.num_sms
-
-    def launch(self, grid: int, plan: int, call: object, *, begins_early: bool = False) -> None:
-        """Nothing."""
-
-    def trace_into(self, sink: object, memory: object) -> None:
-        """Nothing: there will be no timeline."""
-
-
 class NotingBackend(HostBackend):
     """The host backend, with kernels that are noted and do nothing."""
 
@@ -142,38 +120,18 @@ class NotingBackend(HostBackend):
 
     def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Any:
         self._notes.add(Noted(request.source(), links_nvshmem, request.shape.architecture_suffix))
-        return _Silent(self, request.shape)
+        return SilentKernel(self, request.shape)
 
-
-@dataclass(frozen=True)
-class Gpu:
-    """The GPU properties that plans and the compiler use; by default of an H100 or H200.
-
-    Attributes:
-        arch: architecture, as nvcc spells it.
-        num_sms: streaming multiprocessors.
-        arena_bytes: the most shared memory that a WG can have.
-    """
-
-    arch: str = "sm_90"
-    num_sms: int = 132
-    arena_bytes: int = 227 << 10
-
-    @classmethod
-    def of_machine(cls) -> Gpu:
-        """Return the properties of this machine's first GPU, or the default without one."""
-        if not torch.cuda.is_available():
-            return cls()
-        found = torch.cuda.get_device_properties(0)
-        arena_bytes = found.shared_memory_per_block_optin  # type: ignore[attr-defined]
-        return cls(architecture(found.major, found.minor), found.multi_processor_count, arena_bytes)
+    def compile(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Path:
+        """Nothing: what is loaded is noted."""
+        return Path()
 
 
 class PaperGpu(NotingBackend):
     """A backend that looks like a GPU's to a PE, until the PE uses the GPU."""
 
     name = "rehearsal"
-    default_blocks_per_sm = 2  # GpuBackend's; its module cannot be imported without a GPU's packages
+    default_blocks_per_sm = GPU_BLOCKS_PER_SM
 
     def __init__(self, gpu: Gpu, notes: Notes, *args: Any, **options: Any) -> None:
         super().__init__(notes, *args, **options)
@@ -345,7 +303,7 @@ class Compiler:
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
         """Inform a pytest-xdist worker."""
-        node.workerinput["rehearsal"] = (dataclasses.asdict(self._gpu), str(self._notes.path))
+        node.workerinput["rehearsal"] = (self._gpu._asdict(), str(self._notes.path))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         terminalreporter.section("kernels")
@@ -362,7 +320,7 @@ def register(config: pytest.Config) -> None:
     """Let this pytest process take part in a rehearsal."""
     told = getattr(config, "workerinput", {}).get("rehearsal")
     if told is None:
-        gpu, notes = Gpu.of_machine(), Notes(Path(tempfile.mkdtemp(prefix="rehearsal-"), "notes"))
+        gpu, notes = Gpu.of_machine() or Gpu(), Notes(Path(tempfile.mkdtemp(prefix="rehearsal-"), "notes"))
         if not config.option.collectonly:
             config.pluginmanager.register(Compiler(gpu, notes), "compiler of the rehearsal")
     else:

@@ -449,11 +449,16 @@ struct Kernel {
     if (wg.index() == 0) grant_credit(plan.team, wg, call.output_offset);
 
     Worker<Traits> worker(wg, plan, call);
-    worker.run_until(plan.order.num_leading());  // @leading-tasks
-    // @rows-before-ready
-    wg.sync();  // orders the rows of all warps before the words that announce them
-    signal_ready(plan.team, wg);
-    worker.run_until(plan.order.num_positions());
+    // In a loop, the code of tasks is compiled once. It is most of the kernel.
+    PO_NO_UNROLL
+    for (int round = 0; round < 2; ++round) {
+      if (round != 0) {
+        // @rows-before-ready
+        wg.sync();  // orders the rows of all warps before the words that announce them
+        signal_ready(plan.team, wg);
+      }
+      worker.run_until(round == 0 ? plan.order.num_leading() : plan.order.num_positions());  // @leading-tasks
+    }
     worker.complete_puts();
 
     if (!Traits::kSources && wg.index() == 0 && wg.rank() == 0) check_outer_offsets<Traits>(plan, call);

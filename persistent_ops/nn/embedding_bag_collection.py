@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..ops.embedding.ahead import describe_step
 from ..ops.embedding.all_to_all import embedding_all_to_all
-from ..ops.embedding.backward import EmbeddingOptimizer, name_tables, num_passes
+from ..ops.embedding.backward import EmbeddingOptimizer, ModuleOptimizer, compile_training, name_tables, num_passes
 from ..ops.embedding.checks import BOUNDS
 from ..ops.embedding.inputs import EmbeddingInputs, checked_lookups
 from ..ops.embedding.lookups import Lookups
@@ -186,6 +187,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
     ) -> None:
         super().__init__()
         self._world = world = _world.for_call()
+        describe_step(world)
         clamp = _clamp(max_gradient, max_grad_norm)
         max_batch = whole_number("max_batch", max_batch, 0, 2**31 - 1)
         seed = whole_number("seed", seed)
@@ -335,7 +337,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         """Make tables and optimizers, from the values that all PEs have agreed on."""
         of_tables = {**options, "max_norm": max_norm}
         self._replicas = self._make_replicas(bounds, optimizer, of_tables, rounding, scale)
-        self._make_tables(seed)
+        self._make_tables()
         self._optimizers = self._make_groups(optimizer, of_tables, rounding, scale)
         of_replicas = [] if self._replicas is None else self._replicas.optimizers
         self.optimizer = EmbeddingBagOptimizer(
@@ -347,6 +349,7 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             rounding,
             max_norm,
         )
+        self.reset_parameters(seed)  # while kernels are compiled
 
     def _begin_passes(self) -> None:
         """Say that nothing was sent ahead, and no forward pass waits for its backward pass."""
@@ -372,15 +375,15 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
             options=options,
             rounding=rounding,
             scale=scale,
+            is_weighted=self._is_weighted,
         )
 
-    def _make_tables(self, seed: int) -> None:
+    def _make_tables(self) -> None:
         self._tables = [self._make_table(number) for number in range(len(self.layout.configs))]
         self.embedding_bags = torch.nn.ModuleDict({table.name: table for table in self._tables})
         spare_under_ddp(
             table.weight for number, table in enumerate(self._tables) if not self.layout.is_replicated(number)
         )
-        self.reset_parameters(seed)
 
     def _make_table(self, number: int) -> ShardedTable:
         if self._replicas is not None and self.layout.is_replicated(number):
@@ -391,26 +394,28 @@ class ShardedEmbeddingBagCollection(torch.nn.Module):
         self, optimizer: str, options: Mapping[str, Any], rounding: str, scale: float
     ) -> list[EmbeddingOptimizer]:
         """Return the optimizer of each group, and make the call that pools for it."""
-        layout, optimizers = self.layout, []
+        layout = self.layout
+        optimizers: list[EmbeddingOptimizer] = []
         self._pools: list[functools.partial[torch.Tensor]] = []
-        for group, columns in zip(layout.groups, layout.begins, strict=False):
+        choices: dict[str, Any]
+        for group, columns, inputs in zip(layout.groups, layout.begins, self._inputs, strict=False):
             weights = [self._tables[slot.table].slice(slot.slice) for slot in group.slots[self._world.rank]]
-            made = EmbeddingOptimizer(weights, optimizer, rounding=rounding_of(group, rounding), **options)
+            made = ModuleOptimizer(weights, optimizer, rounding=rounding_of(group, rounding), **options)
             made.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
             name_tables(made, list(dict.fromkeys(layout.configs[slot.table].name for slot in group.columns)))
             optimizers.append(made)
-            pool = functools.partial(
-                embedding_all_to_all,
-                weights,
-                pooling=group.pooling,
-                dim_per_rank=group.dim_per_rank,
-                dtype=group.dtype,
-                wire_dtype=self._wire_dtype if group.dtype == torch.float32 else None,
-                bounds="ignore",  # bad lookups are skipped here: the exchange has reported them
-                columns=columns,
-                optimizer=made,
+            choices = {
+                "pooling": group.pooling,
+                "dim_per_rank": group.dim_per_rank,
+                "dtype": group.dtype,
+                "wire_dtype": self._wire_dtype if group.dtype == torch.float32 else None,
+                "columns": columns,
+            }
+            compile_training(self._world, weights, made, *inputs.expected(), **choices)
+            # Bad lookups are skipped here: the exchange has reported them.
+            self._pools.append(
+                functools.partial(embedding_all_to_all, weights, bounds="ignore", optimizer=made, **choices)
             )
-            self._pools.append(pool)
         return optimizers
 
     def _of_optimizer(self) -> dict[str, Any]:

@@ -17,12 +17,14 @@ import torch
 from torch.nn import functional as F
 
 from .. import ops as _ops
-from ..ops.gemv_plan import ALGORITHMS, MAX_VECTORS, kernel_vectors_of
+from ..ops.gemv_plan import ALGORITHMS, MAX_VECTORS, OPERATOR as GEMV, GemvKey, kernel_vectors_of, request_for
 from ..ops.product import DTYPES
 from ..runtime import world as _world
 from ..runtime.arguments import as_whole_number, as_whole_numbers
+from ..runtime.compile.literals import vector_bytes
 from ..runtime.dtypes import SCALARS
 from ..runtime.plain_call import require_plain
+from ..runtime.team import Team
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,6 +131,13 @@ class _ParallelLinear(torch.nn.Module):
         self.weight = self._parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = self._parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
+
+    def _compile_ahead(self, team: Team, algorithm: str, wire_dtype: torch.dtype | None, prefetch_weight: bool) -> None:
+        """Begin to compile the kernel for one vector."""
+        world, dtype, (rows, columns) = _world.current(), self.weight.dtype, self.weight.shape
+        is_aligned, tuning = columns * dtype.itemsize % vector_bytes() == 0, GEMV.tuned(world)
+        key = GemvKey(team, rows, columns, 1, dtype, wire_dtype, algorithm, is_aligned, prefetch_weight, tuning)
+        world.compile_ahead([lambda: request_for(world, key)], team)
 
     @classmethod
     def _checked_splits(cls, features: int, splits: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
@@ -306,6 +315,7 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, bias, splits, device, dtype)
         self.prefetch_weight = prefetch_weight
         self.last_path: str | None = None
+        self._compile_ahead(_world.current().alone, "one_shot", None, prefetch_weight)
 
     def _allows_gemv(self, x: torch.Tensor) -> bool:
         tensors = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
@@ -421,6 +431,8 @@ class RowParallelLinear(_ParallelLinear):
         self.prefetch_weight = prefetch_weight
         self.last_path: str | None = None
         self._group = _Group(group)
+        if not sequence_parallel:
+            self._compile_ahead(_world.current().team, algorithm, wire_dtype, prefetch_weight)
 
     def path(self, num_vectors: int) -> str:
         """Return the path for this number of vectors where no gradients are recorded."""

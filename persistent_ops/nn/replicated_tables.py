@@ -11,8 +11,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..ops.all_reduce import add_up_gradients, all_reduce
+from ..ops.embedding.ahead import GLOBAL_BATCH
 from ..ops.embedding.all_to_all import pool_alone
-from ..ops.embedding.backward import EmbeddingOptimizer, tables_named, update_alone
+from ..ops.embedding.backward import ModuleOptimizer, compile_training, tables_named, update_alone
 from ..ops.embedding.backward_plan import OPERATOR as _BACKWARD
 from ..ops.embedding.gradients import dense_gradients, dense_size
 from ..runtime import world as _world
@@ -75,6 +76,7 @@ class ReplicatedTables:
         bounds: "fatal" or "ignore", of bad lookups.
         optimizer, options, rounding: of `EmbeddingOptimizer`; the rounding is for tables of 16 bits.
         scale: factor of the summed gradients.
+        is_weighted: whether lookups have weights.
 
     Attributes:
         optimizers: one for each of the layout's replicated groups.
@@ -92,6 +94,7 @@ class ReplicatedTables:
         options: Mapping[str, Any],
         rounding: str,
         scale: float,
+        is_weighted: bool,
     ) -> None:
         self._world = world
         self._num_features = len(layout.features)
@@ -113,6 +116,8 @@ class ReplicatedTables:
         for stack, sums in zip(stacks, self._sums.split([stack.num_floats for stack in stacks]), strict=True):
             stack.take_sums(sums)
             stack.optimizer.gradient_scale = scale  # type: ignore[assignment]  # mypy knows one type for both
+        for stack in stacks:
+            stack.compile_ahead(world, is_weighted=is_weighted)
         self._stacks = stacks
         self.optimizers = [stack.optimizer for stack in stacks]
         tables = [table for stack in stacks for table in stack.tables.values()]
@@ -292,12 +297,19 @@ class _Stack:
         self.limits = torch.tensor([weight.shape[0] for weight in self.weights], dtype=torch.int64, device=device)
         self.room = max(1, math.ceil(max_batch * sum(lookups_per_sample[name] for name in self.names)))
         self.pooling = group.pooling
-        self.optimizer = EmbeddingOptimizer([self._memory], optimizer, **options)
+        self.optimizer = ModuleOptimizer([self._memory], optimizer, **options)
         self._states = [state.split(rows) for state in self.optimizer.state(self._memory)]
         self.num_floats = -(-dense_size(self.weights) // _ALIGNMENT) * _ALIGNMENT
         parts = _PARTS[group.dtype]
         self._rows = torch.arange(sum(rows), device=device)
         self._offsets = torch.arange(parts * sum(rows) + 1, device=device)
+
+    def compile_ahead(self, world: _world.World, *, is_weighted: bool) -> None:
+        """Begin to compile the kernels of `pool_alone`, `dense_gradients` and `update_alone`."""
+        lookups = GLOBAL_BATCH._replace(is_weighted=is_weighted)
+        compile_training(world, self.weights, None, lookups, self.room, team=world.alone, pooling=self.pooling)
+        rows = len(self._offsets) - 1
+        compile_training(world, [self._memory], self.optimizer, GLOBAL_BATCH, rows, team=world.alone)
 
     def take_first(self, rank: int) -> None:
         """Give every PE the rows that PE 0 has; collective."""

@@ -37,6 +37,7 @@ __all__ = [
     "sample_requests",
     "kernel_vectors_of",
     "packet_need",
+    "request_for",
     "reserve_packets",
     "team_factor",
 ]
@@ -194,39 +195,70 @@ def _wire_dtype(key: GemvKey) -> torch.dtype:
     return key.wire_dtype or torch.float32
 
 
-def _packets(world: World, key: GemvKey) -> tuple[Any, int]:
-    """Return where packets are, and for how many tiles of a launch there is room; a PE alone sends none."""
-    structs, constants = OPERATOR.description.structs, OPERATOR.description.constants
-    most = constants["kMaxRows"] // constants["kTileRows"]
+def _packets(world: World, key: GemvKey) -> Any:
+    """Return where packets are; a PE alone sends none."""
+    make = OPERATOR.description.structs["PacketPlan"]
     if key.team is not world.team:
-        return structs["PacketPlan"](), most
-    team, area = key.team, OPERATOR.state(world).areas[_PACKETS]
+        return make()
+    area = OPERATOR.state(world).areas[_PACKETS]
+    partials_bytes, results_bytes = _packet_bytes(world.size, world.backend.heap_bytes)
+    return make(
+        partials_offset=area.offset,
+        partials_bytes=partials_bytes,
+        results_offset=area.offset + 2 * partials_bytes,
+        results_bytes=results_bytes,
+        all_reachable=int(key.team.all_reachable),
+    )
+
+
+def _most_tiles(world: World, key: GemvKey) -> int:
+    """Return the most tiles of a launch, for which there is room for packets."""
+    constants, team = OPERATOR.description.constants, key.team
+    most = constants["kMaxRows"] // constants["kTileRows"]
+    if team is not world.team:
+        return most
     packet_bytes = constants["sizeof(Packet)"]  # half of it data
     tile_data = key.num_vectors * constants["kTileRows"] * _wire_dtype(key).itemsize
     tile_bytes = tile_data // (packet_bytes // 2) * packet_bytes
-    partials_bytes, results_bytes = _packet_bytes(world.size, world.backend.heap_bytes)
+    partials_bytes, _ = _packet_bytes(world.size, world.backend.heap_bytes)
     if partials_bytes < tile_bytes * team.size:
         enough = -(-tile_bytes // _UNIT_BYTES) * _UNIT_BYTES * team.size * _HEAP_PARTS
         raise ValueError(
             f"x: the packets of {key.num_vectors} vectors do not fit the symmetric heap; pass heap_size >= {enough} to "
             "po.init()"
         )
-    packets = structs["PacketPlan"](
-        partials_offset=area.offset,
-        partials_bytes=partials_bytes,
-        results_offset=area.offset + 2 * partials_bytes,
-        results_bytes=results_bytes,
-        all_reachable=int(team.all_reachable),
-    )
     most = min(most, partials_bytes // (tile_bytes * team.size))
-    return packets, most if team.all_reachable else min(most, world.workspace.max_ready_words // 2)
+    return most if team.all_reachable else min(most, world.workspace.max_ready_words // 2)
 
 
-def _request_of(world: World, key: GemvKey, tuning: Tuning, wg_rows: int) -> KernelRequest:
-    """Return the kernel for WGs with so many rows of the weight, and how it divides their shared memory."""
+class _Division(NamedTuple):
+    """The tiles of a key's rows: all, and those of a launch; and the WGs of a launch."""
+
+    total_tiles: int
+    tiles_each: int
+    grid: int
+
+    @classmethod
+    def of(cls, world: World, key: GemvKey) -> _Division:
+        tuning: Tuning = key.tuning or OPERATOR.default_tuning
+        total = max(1, -(-key.rows // OPERATOR.description.constants["kTileRows"]))
+        each = -(-total // -(-total // _most_tiles(world, key)))  # of launches of about the same size
+        return cls(total, each, min(tuning.work_groups or world.backend.num_sms, max(1, each)))
+
+
+def request_for(world: World, key: GemvKey) -> KernelRequest:
+    """Return the kernel of a key's plan, any thread; see `GemvPlan`."""
+    if key.algorithm == "auto":
+        key = key._replace(algorithm=choose_algorithm(world, key))
+    return _request_of(world, key, _Division.of(world, key))
+
+
+def _request_of(world: World, key: GemvKey, division: _Division) -> KernelRequest:
+    """Return the kernel, and how it divides the shared memory of WGs."""
+    tuning: Tuning = key.tuning or OPERATOR.default_tuning
     constants, geometry = OPERATOR.description.constants, OPERATOR.description.queries
     row_bytes = key.columns * key.dtype.itemsize
-    bytes_per_wg = wg_rows * row_bytes
+    bytes_per_wg = -(-division.tiles_each // division.grid) * constants["kTileRows"] * row_bytes
     kernel_vectors, warps = kernel_vectors_of(key.num_vectors), tuning.warps
     static_bytes = geometry["static_bytes"](key.team.room)
     arena = _Arena.of_wg(world.backend.arena_bytes, static_bytes, warps, kernel_vectors, row_bytes)
@@ -300,13 +332,10 @@ class GemvPlan(Plan):
             raise ValueError(f"weight: at most {most} columns per PE, got {columns}")
         self.is_two_shot = key.algorithm == "two_shot"
         self._element, self._columns = key.dtype.itemsize, columns
-        packets, max_tiles = _packets(world, key)
-        total_tiles = max(1, -(-rows // tile_rows))
-        tiles_each = -(-total_tiles // -(-total_tiles // max_tiles))  # of launches of about the same size
-        tuning: Tuning = key.tuning or OPERATOR.default_tuning
-        self._grid = grid = min(tuning.work_groups or world.backend.num_sms, max(1, tiles_each))
-        request = _request_of(world, key, tuning, -(-tiles_each // grid) * tile_rows)
-        self._kernel: Kernel = world.load(request, team)
+        packets = _packets(world, key)
+        total_tiles, tiles_each, grid = division = _Division.of(world, key)
+        self._grid = grid
+        self._kernel: Kernel = world.load(_request_of(world, key, division), team)
         check_resident(self._kernel, grid, choices="warps, depth, work_groups")
         chosen = (rows, num_vectors, key.dtype, _wire_dtype(key), self.is_two_shot)
         pack = OPERATOR.description.queries["packed_shape"]

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -212,8 +213,11 @@ class Backend(Protocol):
     def warps_of(self, threads: int) -> int:
         """Return how many warps a WG has where it would have so many threads on the GPU."""
 
+    def compile(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Path:
+        """Return a kernel's code, compiled or from the cache; any thread. `links_nvshmem`: with its device library."""
+
     def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Kernel:
-        """Compile (or take from the cache) and load a kernel; `links_nvshmem`: with NVSHMEM's device library."""
+        """Compile and load a kernel. It waits where another thread or process compiles it."""
 
     def use_in_this_thread(self) -> None:
         """Let the calling thread launch on this PE's device, as the thread does that made the backend."""

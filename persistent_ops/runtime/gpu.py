@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -354,11 +355,13 @@ class GpuBackend:
     def warps_of(self, threads: int) -> int:
         return threads // warp_size()
 
+    def compile(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Path:
+        arch = architecture(*torch.cuda.get_device_capability(self.device)) + request.shape.architecture_suffix
+        return compile_cuda(request.source(), arch=arch, nvshmem=links_nvshmem).path
+
     def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> _GpuKernel:
         shape = request.shape
-        arch = architecture(*torch.cuda.get_device_capability(self.device)) + shape.architecture_suffix
-        binary = compile_cuda(request.source(), arch=arch, nvshmem=links_nvshmem)
-        code = ObjectCode.from_cubin(str(binary.path))
+        code = ObjectCode.from_cubin(str(self.compile(request, links_nvshmem=links_nvshmem)))
         if links_nvshmem:
             # nvshmem.core.library_init passes an object that cuda.core >= 1.2 no longer converts.
             self._bindings.culibrary_init(int(code.handle))

@@ -17,6 +17,7 @@ import stat
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ import torch
 from .backend import KernelRequest, Peeked, in_node
 from .bootstrap.connection import Bootstrap
 from .compile.description import describe
-from .compile.jit import KernelSource, load_host
+from .compile.jit import KernelSource, compile_host, load_host
 from .errors import BootstrapError, PersistentOpsError, SymmetricHeapError
 from .interruptible import Interruptible
 from .residency import Footprint, Sm
@@ -165,6 +166,9 @@ class HostBackend:
 
     def warps_of(self, threads: int) -> int:
         return self._wg_size
+
+    def compile(self, request: KernelRequest, *, links_nvshmem: bool = False) -> Path:
+        return compile_host(request.source())
 
     def load(self, request: KernelRequest, *, links_nvshmem: bool = False) -> _HostKernel:
         library = load_host(request.source())

@@ -106,6 +106,11 @@ class Operator(LaunchKind):
         """Return the tuning that holds."""
         return self.state(site).tuning or self.default_tuning
 
+    def tuned(self, site: Site) -> Any:
+        """Return the tuning that was set, or None; any thread."""
+        state = site.kept.get(self.name)
+        return state.tuning if isinstance(state, OperatorState) else None
+
     def tune(self, site: Site, tuning: Any) -> Any:
         """Set the tuning, None for the default one; return what was set before."""
         state = self.state(site)

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ _EMPTY = LaunchKind("allocation in the symmetric heap (po.empty, po.to_symmetric
 _FREE = LaunchKind("giving back memory of the symmetric heap (po.free)", (), has_kernel=False)
 _SIDE = LaunchKind("opening of a workspace beside the world's own", (), has_kernel=False)
 SIDE_READY_WORDS = 64
+_compiling_ahead = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class World:
@@ -111,6 +112,8 @@ class World:
         self._is_closed = False
         self._watch = bootstrap.watch(self._peers_changed, CallOrder(self.rank, self._ordered_workspaces, backend.peek))
         bootstrap.timeout = operator_timeout  # from here on PEs meet only where operators make them
+        self._compiling: list[threading.Thread] = []
+        self.compile_ahead([_barrier_request])
 
     # ---- workspaces --------------------------------------------------------------------------------------------------
 
@@ -226,6 +229,38 @@ class World:
                 self.tracer.adopt(kernel)
         return kernel
 
+    def compile_ahead(self, requests: Sequence[Callable[[], KernelRequest | None]], team: Team | None = None) -> None:
+        """Begin to compile kernels that calls will load, side by side; return at once.
+
+        Args:
+            requests: called in threads, since already a request may need a compiled description; None: that was all.
+            team: whose PEs the kernels reach; the world's by default.
+
+        Nothing is raised: what does not compile is reported by the call that loads it. A process that exits waits for
+        what is being compiled.
+        """
+        links_nvshmem, traces = not (team or self.team).all_reachable, self.tracer is not None
+
+        def compile_one(request_of: Callable[[], KernelRequest | None]) -> None:
+            with _compiling_ahead, contextlib.suppress(Exception):
+                request = None if self._is_closed else request_of()
+                if request is None:
+                    return
+                request = dataclasses.replace(request, traces=traces)
+                self.backend.compile(request, links_nvshmem=links_nvshmem and request.shape.links_nvshmem)
+
+        self._compiling = [thread for thread in self._compiling if thread.is_alive()]
+        for each in requests:
+            # No daemon: one that logs while the interpreter exits would abort the process.
+            thread = threading.Thread(target=compile_one, args=(each,), name="persistent_ops: compiler")
+            thread.start()
+            self._compiling.append(thread)
+
+    def await_compilations(self) -> None:
+        """Wait until everything has been compiled that `compile_ahead` was given."""
+        for thread in self._compiling:
+            thread.join()
+
     def set_tracer(self, tracer: Tracer | None) -> None:
         """Set where kernels leave timelines, or None; forget those that have traced. CUDA graphs keep theirs."""
         self.backend.synchronize()
@@ -287,7 +322,7 @@ class World:
     ) -> tuple[Kernel, torch.Tensor, ctypes.Structure]:
         """Return a barrier's kernel, plan and call under a contract."""
         description = _BARRIER.prepare(self)
-        kernel = self.load(KernelRequest("barrier", None, LaunchShape(description.constants["kThreads"])))
+        kernel = self.load(_barrier_request())
         plan = description.structs["Plan"](team=(workspace or self.workspace).team(contract))
         return kernel, upload(self.backend, plan), description.structs["Call"]()
 
@@ -406,6 +441,10 @@ class World:
             self._kernels.clear()
             self.backend.close(is_alone=is_alone)
             self.bootstrap.close()
+
+
+def _barrier_request() -> KernelRequest:
+    return KernelRequest("barrier", None, LaunchShape(_BARRIER.description.constants["kThreads"]))
 
 
 def heaps_of(backend: Backend, team: Team) -> bytes:

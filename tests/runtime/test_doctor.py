@@ -82,6 +82,24 @@ def test_a_machine_without_a_gpu_runs_the_host_backend(monkeypatch: pytest.Monke
     assert 'backend="auto" takes host' in text
 
 
+def test_a_shipped_cache_is_no_reason_to_install_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def none() -> None:
+        raise toolchain.NoCompilerError("no nvcc")
+
+    monkeypatch.setattr(doctor, "_cuda_works", lambda: True)
+    monkeypatch.setattr(toolchain, "find_nvcc", none)
+    monkeypatch.setenv("PERSISTENT_OPS_CACHE", str(tmp_path))
+    tmp_path.chmod(0o700)
+    assert named(doctor.Report(tuple(doctor._compilers()), "host"), "nvcc").status == "missing"
+    for key, artifact in (("a", "barrier.cubin"), ("b", "team.so")):
+        (tmp_path / "entries" / key).mkdir(parents=True)
+        (tmp_path / "entries" / key / artifact).touch()
+        (tmp_path / "shared").mkdir(exist_ok=True)
+        (tmp_path / "shared" / f"of {key}").write_text(key)
+    found = named(doctor.Report(tuple(doctor._compilers()), "host"), "nvcc")
+    assert (found.status, found.value) == ("info", "none; kernels in the compile cache: 1")
+
+
 def test_json_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     no_gpu(monkeypatch)
     screen = console()

@@ -16,7 +16,9 @@ from ...runtime.team import Team
 from ...runtime.torch_library import TorchOperator
 from ...runtime.torch_private import num_dispatch_modes
 from ...runtime.uncompiled import uncompiled
-from .backward import EmbeddingOptimizer, record_update, refuse_half_updated
+from .ahead import compile_backward
+from .backward import EmbeddingOptimizer, record_update, refuse_half_updated, step_of
+from .backward_plan import Step
 from .checks import POOLINGS, SCHEDULES, check_types
 from .gradients import record_sparse
 from .lookups import Lookups
@@ -162,8 +164,9 @@ def embedding_all_to_all(
         plans, key, has_gradients = _prepared(world, world.team, weights, lookups, choices)
         is_required = requires_grad or has_gradients or (differentiated is not None and differentiated.requires_grad)
         if records and (is_required or optimizer is not None):
-            launch = functools.partial(_launched, world, plans, key, weights, lookups)
-            return _recorded(EmbeddingCall(world, key, tuple(weights), arrived), launch, lookups, optimizer)
+            call = EmbeddingCall(world, key, tuple(weights), arrived)
+            launch = functools.partial(_launched, world, plans, key, weights, lookups, None, call, optimizer)
+            return _recorded(call, launch, lookups, optimizer)
         if optimizer is not None:
             refuse_half_updated(optimizer, world)
         if is_plain:
@@ -307,9 +310,11 @@ def _launched(
     weights: Sequence[torch.Tensor],
     lookups: OfBatch | OfSources,
     out: torch.Tensor | None = None,
+    recorded: EmbeddingCall | None = None,
+    optimizer: EmbeddingOptimizer | None = None,
 ) -> torch.Tensor:
-    """Find or make the plan, launch it, return the result."""
-    plan = plans.get(key, functools.partial(_new_plan, world, key, weights, lookups))
+    """Find or make the plan, launch it, return the result; `recorded`: the call, if it has a backward pass."""
+    plan = plans.get(key, functools.partial(_new_plan, world, key, weights, lookups, recorded, optimizer))
     world.workspace.changes.check("weights", weights)
     if out is not None:
         plan.check_output(out, weights, lookups._asdict() if isinstance(lookups, OfBatch) else {})
@@ -323,10 +328,22 @@ def _launched(
 
 
 def _new_plan(
-    world: _world.World, key: EmbeddingKey, weights: Sequence[torch.Tensor], lookups: OfBatch | OfSources
+    world: _world.World,
+    key: EmbeddingKey,
+    weights: Sequence[torch.Tensor],
+    lookups: OfBatch | OfSources,
+    recorded: EmbeddingCall | None,
+    optimizer: EmbeddingOptimizer | None,
 ) -> EmbeddingPlan:
     check_types(weights, lookups._asdict(), *key.choices)
-    return EmbeddingPlan(world, key, weights, *completed(world, weights, key.lookups.num_offsets, *key.choices[:2]))
+    split = completed(world, weights, key.lookups.num_offsets, *key.choices[:2])
+    if recorded is not None:  # its backward pass will come
+        arrived = recorded.arrived
+        num_lookups = lookups.indices.numel() if isinstance(lookups, OfBatch) else arrived.capacity if arrived else 0
+        compile_backward(
+            world, key, weights, split[0], Step() if optimizer is None else step_of(optimizer), num_lookups
+        )
+    return EmbeddingPlan(world, key, weights, *split)
 
 
 # ---- torch operators -----------------------------------------------------------------------------------------------

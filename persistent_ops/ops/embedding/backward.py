@@ -15,11 +15,13 @@ from ...runtime import world as _world
 from ...runtime.arguments import as_number, as_whole_number
 from ...runtime.plain_call import require_plain_list
 from ...runtime.plans import Plans
+from ...runtime.team import Team
+from .ahead import GLOBAL_BATCH, compile_passes
 from .backward_kernel import DECAYS, GRADIENT, STEPS, check_rounding
-from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, identity, rows_of
+from .backward_plan import OPERATOR, BackwardKey, BackwardPlan, Step, identity, rows_of
 from .checks import check_gradient, seeds_of
 from .columns import columns_of
-from .plan import OPERATOR as FORWARD
+from .plan import OPERATOR as FORWARD, LookupKind
 from .recorded_call import BatchInputs, EmbeddingCall, Inputs, Recording, record
 from .split import completed, table_set
 from .table_set import TableSet
@@ -27,13 +29,16 @@ from .widths import agree_on_widths
 
 __all__ = [
     "EmbeddingOptimizer",
+    "ModuleOptimizer",
     "backward_key",
+    "compile_training",
     "in_float32",
     "name_tables",
     "num_passes",
     "num_tables",
     "record_update",
     "refuse_half_updated",
+    "step_of",
     "tables_named",
     "update_alone",
 ]
@@ -155,6 +160,12 @@ class EmbeddingOptimizer:
             "beta1": betas[0],
             "beta2": betas[1],
         }
+        self._compile_ahead()
+
+    def _compile_ahead(self) -> None:
+        """Begin to compile what training will load, if it passes lookups as most programs do."""
+        if self._tables and _world.is_initialized():
+            compile_training(_world.current(), self._tables, self, GLOBAL_BATCH)
 
     def _make_own(self, lr: float, seed: int | Sequence[int]) -> None:
         """Make the optimizer's values in device memory, besides the states."""
@@ -319,7 +330,20 @@ class EmbeddingOptimizer:
         return BackwardPlan(world, key, weights, states, *chosen, self._constants)
 
 
+class ModuleOptimizer(EmbeddingOptimizer):
+    """The same for tables of a module, which says itself what to compile."""
+
+    def _compile_ahead(self) -> None:
+        """Nothing."""
+
+
 # ---- what the package does with an optimizer ------------------------------------------------------------------------
+
+
+def step_of(optimizer: EmbeddingOptimizer) -> Step:
+    """Return what kernels do with gradients."""
+    chosen = optimizer._optimizer, optimizer._decay, optimizer._rounding
+    return Step(*chosen, optimizer._constants["max_norm"] > 0)
 
 
 def record_update(
@@ -343,6 +367,30 @@ def record_update(
         version=lambda: num_passes(optimizer),
     )
     return record(recording, call, launch, *lookups)
+
+
+def compile_training(
+    world: _world.World,
+    weights: Sequence[torch.Tensor],
+    optimizer: EmbeddingOptimizer | None,
+    lookups: LookupKind,
+    num_lookups: int = 0,
+    *,
+    team: Team | None = None,
+    **choices: Any,
+) -> None:
+    """Begin to compile the kernels of both passes of `embedding_all_to_all` through some tables.
+
+    Args:
+        world: of this PE.
+        weights: the tables.
+        optimizer: of them; None for gradients.
+        lookups, num_lookups: that are expected.
+        team: who exchanges; the world by default.
+        choices: other arguments of `embedding_all_to_all`.
+    """
+    step = Step() if optimizer is None else step_of(optimizer)
+    compile_passes(world, team or world.team, weights, step, lookups, num_lookups, **choices)
 
 
 def num_passes(optimizer: EmbeddingOptimizer) -> int:

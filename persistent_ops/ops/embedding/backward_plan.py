@@ -23,10 +23,21 @@ from ...runtime.tuning import BoundedTuning, at_least
 from ...runtime.world import World, upload
 from .backward_kernel import GRADIENT, NAME, STEPS, Tiles, kernel_request
 from .columns import columns_of
-from .inversion import Inverted, Rows
+from .inversion import Inverted, Rows, is_wide
 from .table_set import TableSet
 
-__all__ = ["OPERATOR", "BackwardKey", "BackwardPlan", "Tuning", "identity", "rows_of", "staging_need"]
+__all__ = [
+    "OPERATOR",
+    "BackwardKey",
+    "BackwardPlan",
+    "Step",
+    "Tuning",
+    "identity",
+    "num_sort_keys",
+    "request_for",
+    "rows_of",
+    "staging_need",
+]
 
 _STAGING = "gradients"  # an area: where peers put the gradients of this PE's tables
 _OUTGOING = "outgoing gradients"  # an area: copies of what is put to PEs that are not reachable
@@ -179,6 +190,46 @@ def staging_need(batch: int, columns: Iterable[int], wire_dtype: torch.dtype) ->
     return Need(_STAGING, nbytes, nbytes + nbytes // 2)
 
 
+class Step(NamedTuple):
+    """What a kernel does with the gradients; see `kernel_request`."""
+
+    step: str = GRADIENT
+    decay: str = "none"
+    rounding: str = "nearest"
+    has_max_norm: bool = False
+
+
+def request_for(world: World, key: BackwardKey, weights: Sequence[torch.Tensor], step: Step) -> KernelRequest:
+    """Return the kernel of a key's plan, any thread; see `BackwardPlan`."""
+    tuning: Tuning = key.tuning or OPERATOR.default_tuning
+    is_host, widths = world.backend.name == "host", list(itertools.chain(*key.widths))
+    row_bytes = max(key.widths[key.team.rank], default=1) * key.dtype.itemsize
+    places = [*(width * key.wire_dtype.itemsize for width in widths), *(weight.data_ptr() for weight in weights)]
+    return kernel_request(
+        key.dtype,
+        key.wire_dtype,
+        step.step,
+        pooling=key.pooling,
+        is_weighted=key.is_weighted,
+        is_aligned=not is_host and all(place % vector_bytes() == 0 for place in places),
+        tiles=Tiles.on_host(row_bytes) if is_host else Tiles.of(row_bytes, tuning.lanes),
+        decay=step.decay,
+        rounding=step.rounding,
+        has_max_norm=step.has_max_norm,
+        has_wide_keys=is_wide(num_sort_keys(weights, from_sources=key.from_sources)),
+        blocks_per_sm=tuning.blocks_per_sm,
+        has_one_wg=world.backend.leaves_room,
+    )
+
+
+def num_sort_keys(weights: Sequence[torch.Tensor], *, from_sources: bool) -> int:
+    """Return `Rows.num_sort_keys` of tables in a backward pass."""
+    groups = groups_of(weights)
+    num_rows = sum(weights[own[0]].shape[0] for own in groups)
+    largest = max(map(len, groups), default=1)
+    return num_rows << ((largest - 1).bit_length() if from_sources else 0)
+
+
 class BackwardPlan(Plan):
     """One key's kernel and plan. Raises ValueError for what the operator cannot take. Collective.
 
@@ -225,7 +276,7 @@ class BackwardPlan(Plan):
         order = _order_in_groups(self.groups) if key.from_sources else None
         self.rows = Rows.of(world, first_keys, [weight.shape[0] for weight in weights], self._batch, order)
         has_max_norm = constants.get("max_norm", 0.0) > 0
-        self._kernel = world.load(self._choose_kernel(weights, step, decay, rounding, has_max_norm), key.team)
+        self._kernel = world.load(request_for(world, key, weights, Step(step, decay, rounding, has_max_norm)), key.team)
         fit = world.backend.num_sms if self._is_host else self._kernel.resident_work_groups()
         self._grid = tuning.work_groups or fit
         check_resident(self._kernel, self._grid)
@@ -351,28 +402,6 @@ class BackwardPlan(Plan):
             own = Need(_OUTGOING, self._outgoing_bytes) if self._outgoing_bytes else None
             self._areas.reserve([need], lambda: contract, own)
             self.areas = (_STAGING,) if own is None else (_STAGING, _OUTGOING)
-
-    def _choose_kernel(
-        self, weights: Sequence[torch.Tensor], step: str, decay: str, rounding: str, has_max_norm: bool
-    ) -> KernelRequest:
-        key, row_bytes = self._key, max(self._own_widths, default=1) * self._key.dtype.itemsize
-        tiles = Tiles.on_host(row_bytes) if self._is_host else Tiles.of(row_bytes, self._tuning.lanes)
-        places = [*map(self._wire_bytes, self._widths), *(weight.data_ptr() for weight in weights)]
-        return kernel_request(
-            key.dtype,
-            key.wire_dtype,
-            step,
-            pooling=key.pooling,
-            is_weighted=key.is_weighted,
-            is_aligned=not self._is_host and all(place % vector_bytes() == 0 for place in places),
-            tiles=tiles,
-            decay=decay,
-            rounding=rounding,
-            has_max_norm=has_max_norm,
-            has_wide_keys=self.rows.key_dtype == torch.int64,
-            blocks_per_sm=self._tuning.blocks_per_sm,
-            has_one_wg=self._world.backend.leaves_room,
-        )
 
     def _make_struct(self, groups: Sequence[Any], tables: Sequence[Any], constants: dict[str, Any]) -> Any:
         """Return the kernel's Plan, without what `place` writes; what it refers to is uploaded."""

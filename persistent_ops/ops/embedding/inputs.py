@@ -22,8 +22,9 @@ from ...runtime.torch_private import num_dispatch_modes
 from ...runtime.workspace import Workspace
 from ...runtime.world import World
 from .checks import BOUNDS, most_rows
-from .inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsLayout, launches_beside
+from .inputs_plan import MOST_LOOKUPS, OPERATOR, WORKSPACE, InputsLayout, launches_beside, request_for
 from .lookups import Capacity, Given, InputExchange, Lookups, reserve
+from .plan import LookupKind
 
 __all__ = ["EmbeddingInputs", "checked_lookups", "layout_of"]
 
@@ -98,6 +99,7 @@ class EmbeddingInputs:
             index_dtype=index_dtype,
             bounds=bounds,
         )
+        world.compile_ahead([lambda: request_for(world, layout.index_dtype, is_weighted=is_weighted)])
         num_beside = _num_beside([estimates[feature] for feature, _ in layout.slots[world.rank]]) if estimates else 0
         self.index_dtype = layout.index_dtype
         self.workspace = world.side_workspace(WORKSPACE)
@@ -115,6 +117,11 @@ class EmbeddingInputs:
     @property
     def capacity(self) -> Capacity:
         return self._exchange.capacity
+
+    def expected(self) -> tuple[LookupKind, int]:
+        """Return what lookups `embedding_all_to_all` gets, and for how many there is room."""
+        is_weighted, room = self._exchange.layout.is_weighted, sum(self._exchange.arriving)
+        return LookupKind(self.index_dtype, torch.int32, 0, is_weighted, 1, from_sources=True), room
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 

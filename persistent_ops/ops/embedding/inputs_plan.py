@@ -38,6 +38,7 @@ __all__ = [
     "Tuning",
     "aligned_bytes",
     "kernel_request",
+    "request_for",
     "sample_requests",
     "launches_beside",
     "outgoing_bytes",
@@ -229,6 +230,14 @@ def kernel_request(
         },
         LaunchShape(threads),
     )
+
+
+def request_for(world: World, index_dtype: torch.dtype, *, is_weighted: bool) -> KernelRequest:
+    """Return the kernel for lookups as most programs pass them, int64 with lengths; any thread."""
+    tuning: Tuning = OPERATOR.tuned(world) or OPERATOR.default_tuning
+    threads = tuning.threads or (THREADS_BESIDE if world.backend.name == "host" else THREADS)
+    dtypes = torch.int64, index_dtype, torch.int64
+    return kernel_request(*dtypes, has_lengths=True, is_weighted=is_weighted, threads=threads)
 
 
 def sample_requests() -> Iterator[KernelRequest]:

@@ -21,7 +21,19 @@ from ...runtime.world import World, upload
 from .inputs_plan import aligned_bytes
 from .lookups import Lookups
 
-__all__ = ["OPERATOR", "Inverted", "Rows", "Tuning", "invert", "invert_sources", "kernel_request", "sample_requests"]
+__all__ = [
+    "OPERATOR",
+    "Inverted",
+    "Rows",
+    "Sorting",
+    "Tuning",
+    "invert",
+    "invert_sources",
+    "is_wide",
+    "kernel_request",
+    "request_for",
+    "sample_requests",
+]
 
 _NAME = "embedding_inversion"
 _MAX_NARROW_KEYS = 2**31 - 1
@@ -108,7 +120,7 @@ class Rows:
     @functools.cached_property
     def key_dtype(self) -> torch.dtype:
         """Return the dtype of `Inverted.keys`: int32 where there are fewer than 2^31 sort keys."""
-        return torch.int32 if self.num_sort_keys <= _MAX_NARROW_KEYS else torch.int64
+        return torch.int64 if is_wide(self.num_sort_keys) else torch.int32
 
     @functools.cached_property
     def num_sort_keys(self) -> int:
@@ -153,10 +165,9 @@ class Tuning(BoundedTuning):
     items: int | None = None
 
 
-OPERATOR = Operator(_NAME, ("tables", "batch", "keys", "work_groups"), max_plans=256, default_tuning=Tuning())
-
-
-_WITH_ROOM = Tuning(threads=1024, work_groups_per_sm=1)  # one WG in place of two, where SMs are left to others
+# By whether SMs are left to others: then there is one WG in place of two.
+_DEFAULTS = {False: Tuning(), True: Tuning(threads=1024, work_groups_per_sm=1)}
+OPERATOR = Operator(_NAME, ("tables", "batch", "keys", "work_groups"), max_plans=256, default_tuning=_DEFAULTS[False])
 
 
 class InversionKey(NamedTuple):
@@ -199,31 +210,16 @@ class InversionPlan(Plan):
         self.room_for = key.room_for
         self.most_lookups = description.constants["kNumber"]
         self._wants_counts, self._wants_lookups = key.counts, key.lookups
-        entry = "SmallEntry" if _is_small(rows, lookups=key.lookups) else "LargeEntry"
+        entry = "SmallEntry" if _is_small(rows.num_sort_keys, lookups=key.lookups) else "LargeEntry"
         entry_bytes = description.constants[f"sizeof({entry})"]
         digit_bits, num_passes = passes_of(rows.num_sort_keys, description.constants["kMaxDigitBits"])
-        num_warps = world.backend.warps_of(threads)
         is_host = world.backend.name == "host"
-        tile_items = key.items * (num_warps if is_host else threads)
+        tile_items = _tile_items(world, key.items, threads)
         # The sizes of scratch memory depend on these, and on the room for lookups.
         self._scratch = (tile_items, entry_bytes, num_passes, 1 << digit_bits, description.queries["tile_words_bytes"])
-        request = kernel_request(
-            key.index_dtype,
-            key.offset_dtype,
-            is_wide=not _is_narrow(rows),
-            lookups=key.lookups,
-            counts=key.counts,
-            digit_bits=digit_bits,
-            items=key.items,
-            threads=threads,
-            work_groups_per_sm=key.tuning.work_groups_per_sm,
-            arena_bytes=description.queries["arena_bytes"](num_warps, tile_items, 1 << digit_bits, entry_bytes),
-        )
-        if is_host:  # one library for all numbers of threads
-            request = request.with_config(threads=512, blocks_per_sm=2)
-            request = dataclasses.replace(request, shape=LaunchShape(512))
+        sorting = Sorting(key.index_dtype, key.offset_dtype, key.counts, key.lookups, rows.num_sort_keys)
         most_sources = world.team.room
-        self._kernel = world.load(request.with_config(pes=most_sources), key.team)
+        self._kernel = world.load(_request_of(world, sorting, key.items, key.tuning), key.team)
         resident = self._kernel.resident_work_groups()
         self._grid = key.tuning.work_groups or (_HOST_WORK_GROUPS if is_host else max(resident - key.room_for, 1))
         check_resident(self._kernel, self._grid)
@@ -308,6 +304,60 @@ def passes_of(num_keys: int, most_bits: int) -> tuple[int, int]:
     return most_bits - ((most_bits - 1) * num_passes >= bits), num_passes
 
 
+class Sorting(NamedTuple):
+    """What a kernel sorts.
+
+    Attributes:
+        index_dtype, offset_dtype, counts, lookups: see `invert`.
+        num_sort_keys: of the rows.
+    """
+
+    index_dtype: torch.dtype
+    offset_dtype: torch.dtype
+    counts: bool
+    lookups: bool
+    num_sort_keys: int
+
+
+def request_for(world: World, sorting: Sorting, num_lookups: int) -> KernelRequest:
+    """Return the kernel of a plan for so many lookups, any thread; see `InversionPlan`."""
+    tuning: Tuning = OPERATOR.tuned(world) or _DEFAULTS[world.backend.leaves_room]
+    is_small = _is_small(sorting.num_sort_keys, lookups=sorting.lookups)
+    return _request_of(world, sorting, _choose_items(world, tuning, num_lookups, is_small=is_small), tuning)
+
+
+def _request_of(world: World, sorting: Sorting, items: int, tuning: Tuning) -> KernelRequest:
+    description, threads, is_host = OPERATOR.description, tuning.threads, world.backend.name == "host"
+    digit_bits, _ = passes_of(sorting.num_sort_keys, description.constants["kMaxDigitBits"])
+    entry = "SmallEntry" if _is_small(sorting.num_sort_keys, lookups=sorting.lookups) else "LargeEntry"
+    arena_bytes = description.queries["arena_bytes"](
+        world.backend.warps_of(threads),
+        _tile_items(world, items, threads),
+        1 << digit_bits,
+        description.constants[f"sizeof({entry})"],
+    )
+    request = kernel_request(
+        sorting.index_dtype,
+        sorting.offset_dtype,
+        is_wide=is_wide(sorting.num_sort_keys),
+        lookups=sorting.lookups,
+        counts=sorting.counts,
+        digit_bits=digit_bits,
+        items=items,
+        threads=threads,
+        work_groups_per_sm=tuning.work_groups_per_sm,
+        arena_bytes=arena_bytes,
+    )
+    if is_host:  # one library for all numbers of threads
+        request = request.with_config(threads=512, blocks_per_sm=2)
+        request = dataclasses.replace(request, shape=LaunchShape(512))
+    return request.with_config(pes=world.team.room)
+
+
+def _tile_items(world: World, items: int, threads: int) -> int:
+    return items * (world.backend.warps_of(threads) if world.backend.name == "host" else threads)
+
+
 def kernel_request(
     index_dtype: torch.dtype,
     offset_dtype: torch.dtype,
@@ -356,21 +406,24 @@ def sample_requests() -> Iterator[KernelRequest]:
         )
 
 
-def _is_narrow(rows: Rows) -> bool:
-    return rows.key_dtype == torch.int32
+def is_wide(num_sort_keys: int) -> bool:
+    """Return whether keys have 64 bits."""
+    return num_sort_keys > _MAX_NARROW_KEYS
 
 
-def _is_small(rows: Rows, *, lookups: bool) -> bool:
+def _is_small(num_sort_keys: int, *, lookups: bool) -> bool:
     """Return whether a key and its payload take 8 bytes."""
-    return _is_narrow(rows) and not lookups
+    return not is_wide(num_sort_keys) and not lookups
 
 
-def _choose_items(world: World, tuning: Tuning, num_lookups: int, entry_bytes: int) -> int:
+def _choose_items(world: World, tuning: Tuning, num_lookups: int, *, is_small: bool) -> int:
     """Return how many lookups a thread has in a tile: many, as long as every WG has a tile."""
+    if tuning.items is not None:
+        return tuning.items
     if world.backend.name == "host":
         return _HOST_ITEMS
     wgs = tuning.work_groups or world.backend.num_sms * tuning.work_groups_per_sm
-    choices = _ITEMS[entry_bytes]
+    choices = _ITEMS[8 if is_small else 16]
     return next((items for items in choices if num_lookups >= items * tuning.threads * wgs), choices[-1])
 
 
@@ -470,8 +523,9 @@ def _plan(
     room_for: int,
 ) -> InversionPlan:
     state = OPERATOR.state(world)
-    tuning: Tuning = state.tuning or (_WITH_ROOM if world.backend.leaves_room else OPERATOR.default_tuning)
-    items = tuning.items or _choose_items(world, tuning, num_lookups, 8 if _is_small(rows, lookups=lookups) else 16)
+    tuning: Tuning = state.tuning or _DEFAULTS[world.backend.leaves_room]
+    is_small = _is_small(rows.num_sort_keys, lookups=lookups)
+    items = _choose_items(world, tuning, num_lookups, is_small=is_small)
     key = InversionKey(world.alone, rows, *dtypes, counts, lookups, items, room_for, tuning)
     plans: Plans[InversionPlan] = state.plans
     return plans.get(key, lambda: InversionPlan(world, key))

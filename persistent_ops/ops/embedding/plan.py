@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...runtime.backend import KernelRequest, LaunchShape, check_resident
+from ...runtime.backend import Backend, KernelRequest, LaunchShape, check_resident
 from ...runtime.compile.literals import vector_bytes, warp_size
 from ...runtime.contract import Contract, Field
 from ...runtime.dtypes import INDEX_TYPES, SCALARS
@@ -35,6 +35,7 @@ __all__ = [
     "OfSources",
     "Tuning",
     "average_lookups_per_bag",
+    "request_for",
     "sample_requests",
 ]
 
@@ -283,11 +284,9 @@ class EmbeddingPlan(Plan):
         if row_bytes >= 2**31:
             raise ValueError(f"dim_per_rank: a row of output has {row_bytes} bytes, at most 2 GiB - 1 are possible")
         slices = self._choose_slices(weights, batch_per_rank)
-        narrowing = self._table_dtype.itemsize // element
-        begins = own_begins(choices.columns, dim_per_rank, weights, rank)
-        tables, shapes = _tables(weights, narrowing, begins, row_bytes, world.backend.name)
-        ranges = _ranges(tables, narrowing)
-        self._choose_kernel(shapes)
+        tables, shapes = _tables(world, key, weights, dim_per_rank)
+        ranges = _ranges(tables, self._table_dtype.itemsize // element)
+        self._load_kernel(shapes)
         self._wg_done = None
         if not team.all_reachable:
             self._wg_done = self._stage(len(weights), batch_per_rank, dim_per_rank[rank] * element, slices.samples)
@@ -367,16 +366,9 @@ class EmbeddingPlan(Plan):
             num_beside=self._key.lookups.num_beside if may_mix else 0,
         )
 
-    def _choose_kernel(self, shapes: int) -> None:
-        backend, lookups, tuning = self._backend, self._key.lookups, self._tuning
-        threads = tuning.threads or _threads(shapes, lookups.is_weighted, lookups.from_sources)
-        if backend.leaves_room and tuning.threads is None:
-            threads *= 2  # of both WGs that an SM has otherwise
-        self._grid = tuning.work_groups or backend.num_sms * backend.default_blocks_per_sm
-        blocks_per_sm = -(-self._grid // backend.num_sms)
-        pooling, rows = self._key.choices.pooling, tuning.rows_in_flight
-        request = _request(self._table_dtype, self.dtype, lookups, pooling, shapes, threads, rows, blocks_per_sm)
-        self._kernel = self._world.load(request, self._key.team)
+    def _load_kernel(self, shapes: int) -> None:
+        self._grid = _grid(self._backend, self._tuning)
+        self._kernel = self._world.load(_request_of(self._world, self._key, shapes), self._key.team)
         check_resident(self._kernel, self._grid)
         if self._grid > self._world.workspace.max_ready_words:
             raise ValueError(f"work_groups: at most {self._world.workspace.max_ready_words} in all, got {self._grid}")
@@ -453,6 +445,30 @@ class EmbeddingPlan(Plan):
 # ---- choices -------------------------------------------------------------------------------------------------------
 
 
+def request_for(
+    world: World, key: EmbeddingKey, weights: Sequence[torch.Tensor], dim_per_rank: Sequence[int]
+) -> KernelRequest:
+    """Return the kernel of a key's plan, any thread; see `EmbeddingPlan`."""
+    return _request_of(world, key, _tables(world, key, weights, dim_per_rank)[1])
+
+
+def _grid(backend: Backend, tuning: Tuning) -> int:
+    return tuning.work_groups or backend.num_sms * backend.default_blocks_per_sm
+
+
+def _request_of(world: World, key: EmbeddingKey, shapes: int) -> KernelRequest:
+    """Return the kernel for tables of a set of shapes."""
+    backend, lookups, choices = world.backend, key.lookups, key.choices
+    assert choices.dtype is not None and choices.wire_dtype is not None
+    tuning: Tuning = key.tuning or OPERATOR.default_tuning
+    threads = tuning.threads or _threads(shapes, lookups.is_weighted, lookups.from_sources)
+    if backend.leaves_room and tuning.threads is None:
+        threads *= 2  # of both WGs that an SM has otherwise
+    blocks_per_sm = -(-_grid(backend, tuning) // backend.num_sms)
+    pooling, rows = choices.pooling, tuning.rows_in_flight
+    return _request(choices.dtype, choices.wire_dtype, lookups, pooling, shapes, threads, rows, blocks_per_sm)
+
+
 def average_lookups_per_bag(num_indices: int, num_bags: int) -> int:
     """Return the lookups per bag, rounded up to a power of two: plans are made per such class."""
     lookups_per_bag = -(-num_indices // max(num_bags, 1))
@@ -511,17 +527,14 @@ def _row_shape(table: Any, narrowing: int, row_bytes: int, own_bytes: int, backe
 
 
 def _tables(
-    weights: Sequence[torch.Tensor], narrowing: int, begins: Sequence[int], row_bytes: int, backend: str
+    world: World, key: EmbeddingKey, weights: Sequence[torch.Tensor], dim_per_rank: Sequence[int]
 ) -> tuple[list[Any], int]:
-    """Return the tables' descriptors and the set of their shapes, as a bit mask.
-
-    Args:
-        weights: the tables.
-        narrowing: how many times as wide as an element of output one of a table is.
-        begins: where their columns begin in a row of output, in elements.
-        row_bytes: of output.
-        backend: name of it.
-    """
+    """Return the tables' descriptors and the set of their shapes, as a bit mask."""
+    choices, backend = key.choices, world.backend.name
+    assert choices.dtype is not None and choices.wire_dtype is not None
+    narrowing = choices.dtype.itemsize // choices.wire_dtype.itemsize  # of an element in output
+    begins = own_begins(choices.columns, dim_per_rank, weights, key.team.rank)
+    row_bytes = sum(dim_per_rank) * choices.wire_dtype.itemsize
     tables: list[Any] = [None] * len(weights)
     make = OPERATOR.description.structs["Table"]
     own_bytes = sum(weight.shape[1] * weight.element_size() for weight in weights) // narrowing

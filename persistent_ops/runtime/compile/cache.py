@@ -3,6 +3,7 @@
 Layout (PERSISTENT_OPS_CACHE, else XDG_CACHE_HOME/persistent_ops, else ~/.cache/persistent_ops):
 
     entries/<key>/manifest.json, <stem>.so or <stem>.cubin    complete and checked, or absent
+    shared/<shared_key>                                       the key of an entry that other machines may use
     locks/<key>.lock                                          held with flock by the process that compiles
     tmp/<key>.<random>/                                       where it compiles; renamed to entries/<key> at the end
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -36,14 +38,15 @@ from ..errors import CompileError
 from ..file_lock import lock_within
 from ..file_sync import sync
 
-__all__ = ["Job", "cache_folder", "fetch"]
+__all__ = ["Job", "cache_folder", "count_shared", "fetch", "fetch_shared"]
 
 _OUTPUT_LINES = 60
 _DEFAULT_TIMEOUT_S = 600.0
 _LONGEST_TIMEOUT_S = 20 * 86400.0  # the system counts milliseconds in 32 bits
 _LEFT_OVER_S = 24 * 3600.0
+_ROOT = 0
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("persistent_ops")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Job:
         unit: name and text of the generated file that the commands compile.
         commands: run one after the other, in the folder that holds `unit`.
         unchanged: asked after compiling; False if the sources have changed since the key was made.
+        shared_key: hash of what is compiled, whichever compiler does it: without a compiler, an entry is found by it.
+            None for code that other machines may not be able to run.
     """
 
     what: str
@@ -65,6 +70,7 @@ class Job:
     unit: tuple[str, str]
     commands: tuple[tuple[str, ...], ...]
     unchanged: Callable[[], bool]
+    shared_key: str | None = None
 
 
 def _cache_path() -> Path:
@@ -87,8 +93,8 @@ def cache_folder() -> Path:
     """Return the compile cache's folder, created with mode 0700 where it did not exist.
 
     Raises:
-        CompileError: it cannot be created, belongs to another user, or others may write to it. Code from it is loaded
-            into this process, so there is no other place to fall back to silently.
+        CompileError: it cannot be created, belongs to another user who is not root, or others may write to it. Code
+            from it is loaded into this process, so there is no other place to fall back to silently.
     """
     folder = _cache_path()
     remedy = "Set PERSISTENT_OPS_CACHE to a folder of your own."
@@ -101,7 +107,7 @@ def cache_folder() -> Path:
         raise CompileError(f"the compile cache {folder} cannot be created: {error}. {remedy}") from error
     if not stat.S_ISDIR(status.st_mode):
         raise CompileError(f"the compile cache {folder} is not a folder. {remedy}")
-    if status.st_uid != os.geteuid():
+    if status.st_uid not in (os.geteuid(), _ROOT):  # root could change this process anyway
         raise CompileError(
             f"the compile cache {folder} belongs to user id {status.st_uid}, but this process runs as {os.geteuid()}: "
             f"its content cannot be trusted. {remedy}"
@@ -132,13 +138,13 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _read_entry(folder: Path, job: Job) -> dict[str, Any] | None:
+def _read_entry(folder: Path, key: str, artifact: str) -> dict[str, Any] | None:
     """Return the manifest of a complete entry, or None where it is absent, truncated or changed."""
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
-        if not isinstance(manifest, dict) or manifest["key"] != job.key or not isinstance(manifest["log"], str):
+        if not isinstance(manifest, dict) or manifest["key"] != key or not isinstance(manifest["log"], str):
             return None
-        if _digest(folder / job.artifact) != manifest["artifacts"][job.artifact]:
+        if _digest(folder / artifact) != manifest["artifacts"][artifact]:
             return None
         return manifest
     except (OSError, ValueError, KeyError, TypeError):
@@ -180,23 +186,55 @@ def fetch(job: Job) -> tuple[Path, dict[str, Any]]:
     """
     cache = cache_folder()
     entry = cache / "entries" / job.key
-    manifest = _read_entry(entry, job)
+    manifest = _read_entry(entry, job.key, job.artifact)
     if manifest is not None:
         return entry / job.artifact, manifest
     seconds = timeout()
     try:
-        for name in ("entries", "locks", "tmp"):
+        for name in ("entries", "locks", "shared", "tmp"):
             (cache / name).mkdir(mode=0o700, exist_ok=True)
         with _locked(cache / "locks" / f"{job.key}.lock", seconds, job.what):
-            manifest = _read_entry(entry, job)  # the previous holder of the lock may have compiled it
+            manifest = _read_entry(entry, job.key, job.artifact)  # the previous holder of the lock may have compiled it
             if manifest is None:
+                _announce(cache)
                 manifest = _compile(job, cache, entry, seconds)
     except OSError as error:
+        if job.shared_key is not None and (shared := fetch_shared(job.shared_key, job.artifact)) is not None:
+            return shared
         raise CompileError(
             f"{job.what}: the compile cache {cache} cannot be written: {error}. Make room, or set "
             "PERSISTENT_OPS_CACHE to a folder that can be written."
         ) from error
     return entry / job.artifact, manifest
+
+
+def fetch_shared(shared_key: str, artifact: str) -> tuple[Path, dict[str, Any]] | None:
+    """Return what `fetch` has returned for a job with this shared key, on this machine or another one, or None."""
+    cache = cache_folder()
+    try:
+        key = (cache / "shared" / shared_key).read_text()
+    except OSError:
+        return None
+    entry = cache / "entries" / key
+    manifest = _read_entry(entry, key, artifact)
+    return None if manifest is None else (entry / artifact, manifest)
+
+
+@functools.cache
+def _announce(cache: Path) -> None:
+    """Say why the program waits, unless a process that still runs, another PE for one, has said so."""
+    descriptor = os.open(cache / "locks" / "announced", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    if lock_within(0.0, descriptor):  # until this process ends
+        _log.warning("persistent_ops: compiling kernels, once; they stay in %s", cache)
+    else:
+        os.close(descriptor)
+
+
+def count_shared(suffix: str) -> int:
+    """Return how many entries that other machines may use have an artifact with this suffix."""
+    cache = cache_folder()
+    keys = [path.read_text() for path in (cache / "shared").glob("*")]
+    return sum(any((cache / "entries" / key).glob(f"*{suffix}")) for key in keys)
 
 
 def _compile(job: Job, cache: Path, entry: Path, seconds: float) -> dict[str, Any]:
@@ -237,10 +275,19 @@ def _compile(job: Job, cache: Path, entry: Path, seconds: float) -> dict[str, An
             shutil.rmtree(folder / "replaced")
         folder.rename(entry)
         sync(entry.parent)
-        _log.info("%s: compiled in %.1f s", job.what, elapsed)
+        if job.shared_key is not None:
+            _write_shared(cache, job.shared_key, job.key)
+        _log.info("persistent_ops: %s: compiled in %.1f s", job.what, elapsed)
         return manifest
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_shared(cache: Path, shared_key: str, key: str) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=f"{key}.", dir=cache / "tmp")
+    with open(descriptor, "w") as file:
+        file.write(key)
+    os.rename(name, cache / "shared" / shared_key)
 
 
 def _remove_left_overs(folder: Path, key: str) -> None:

@@ -26,7 +26,7 @@ _KINDS: dict[str, type[ctypes._SimpleCData]] = {  # type: ignore[type-arg]
     "f8": ctypes.c_double,
 }
 _HEAD = "#define PO_DESCRIPTION\n"
-_describing = threading.Lock()
+_describing: dict[str, threading.Lock] = {}  # by header
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,13 @@ def describe(header: str) -> Description:
     Raises:
         CompileError: there is no C++ compiler, or the header does not compile.
     """
-    with _describing:  # PEs that are threads all ask first at the same time
+    with _describing.setdefault(header, threading.Lock()):  # threads that all ask first at the same time
         return _describe(header)
 
 
 @functools.cache
 def _describe(header: str) -> Description:
-    library = load_host(KernelSource(header, head=_HEAD), optimize=False)
+    library = load_host(KernelSource(header, head=_HEAD), is_portable=True)
     library.po_description.restype = ctypes.c_char_p
     structs: dict[str, type[ctypes.Structure]] = {}
     constants: dict[str, int] = {}

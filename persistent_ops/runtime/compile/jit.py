@@ -1,8 +1,10 @@
 """Compile kernels at first use and keep the result in a cache on disk.
 
 The key of a binary is the hash of everything that decides the compiler's output: sources, macros, flags, compilers,
-NVSHMEM, architecture, this package's version. `compile_cache` keeps the binaries. Environment variables are read at
-every call.
+NVSHMEM, architecture, this package's version. `cache` keeps the binaries. Environment variables are read at every
+call.
+
+Where a machine has no compiler, a binary that another compiler has made of the same sources is taken.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CompileError
-from .cache import Job, cache_folder, fetch
-from .toolchain import Nvshmem, find_cxx, find_nvcc, find_nvshmem, nvshmem_remedy
+from .cache import Job, cache_folder, fetch, fetch_shared
+from .toolchain import NoCompilerError, Nvshmem, find_cxx, find_nvcc, find_nvshmem, nvshmem_remedy
 
 __all__ = [
     "CudaBinary",
@@ -34,7 +37,7 @@ __all__ = [
     "load_host",
 ]
 
-_FORMAT = 1  # of the cache; part of every key
+_FORMAT = 2  # of the cache; part of every key
 _PACKAGED_FOLDER = "_cuda"
 
 # Variables that change the compilers' output and are not on the command line.
@@ -236,7 +239,8 @@ def _define_flags(defines: Sequence[tuple[str, str]]) -> list[str]:
     return [f"-D{name}={value}" for name, value in sorted(defines)]
 
 
-def _key(source: KernelSource, sources: Mapping[str, str], **parts: object) -> str:
+def _shared_key(source: KernelSource, sources: Mapping[str, str], **parts: object) -> str:
+    """Return the hash of what is compiled; `parts`: for what."""
     content = {
         "format": _FORMAT,
         "package": _package_version(),
@@ -245,9 +249,18 @@ def _key(source: KernelSource, sources: Mapping[str, str], **parts: object) -> s
         "head": source.head,
         "tail": source.tail,
         "defines": sorted(source.defines),
-        "variables": {name: os.environ[name] for name in _COMPILER_VARIABLES if name in os.environ},
         **parts,
     }
+    return _hash(content)
+
+
+def _key(shared_key: str, **parts: object) -> str:
+    """Return the hash of the same and of how it is compiled."""
+    variables = {name: os.environ[name] for name in _COMPILER_VARIABLES if name in os.environ}
+    return _hash({"shared": shared_key, "variables": variables, **parts})
+
+
+def _hash(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:40]
 
 
@@ -271,7 +284,7 @@ _HOST_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-pthrea
 _HOST_ARITHMETIC = ("-ffp-contract=off",)
 
 
-def compile_host(source: KernelSource, *, optimize: bool = True) -> Path:
+def compile_host(source: KernelSource, *, is_portable: bool = False) -> Path:
     """Compile a kernel for this machine's processor.
 
     Sources are taken as constant for the life of the process: a second call with the same arguments and environment
@@ -279,7 +292,7 @@ def compile_host(source: KernelSource, *, optimize: bool = True) -> Path:
 
     Args:
         source: the kernel.
-        optimize: False builds with -O0 for a debugger.
+        is_portable: True to build with -O0 for all processors of this kind.
 
     Returns:
         The shared library in the compile cache.
@@ -288,19 +301,30 @@ def compile_host(source: KernelSource, *, optimize: bool = True) -> Path:
         CompileError: there is no compiler, the source does not compile, or the cache cannot be used.
         ValueError: an argument is malformed.
     """
-    memo_key = _memo_key("host", source, optimize)
+    memo_key = _memo_key("host", source, is_portable)
     hit = _memo.get(memo_key)
     if hit is not None and hit[0].exists():
         return hit[0]
     root = _resolve(source)
-    compiler = find_cxx()
+    stem, sources = Path(source.entry).stem, _scan(root, source.entry)
+    shared_key = _shared_key(source, sources, target=f"host {platform.machine()}") if is_portable else None
+    try:
+        compiler = find_cxx()
+    except NoCompilerError:
+        shared = None if shared_key is None else fetch_shared(shared_key, f"{stem}.so")
+        if shared is None:
+            raise
+        _memo[memo_key] = (shared[0], None)
+        return shared[0]
     # PERSISTENT_OPS_CXX may end with another level, which counts because it comes later.
-    flags = [*_HOST_FLAGS, *_HOST_ARITHMETIC, "-O3", *compiler.flags]
-    if not optimize:
-        flags += ["-O0", "-g"]
-    sources = _scan(root, source.entry)
-    key = _key(source, sources, target="host", flags=flags, compiler=compiler.identity, launcher=compiler.command[:-1])
-    stem = Path(source.entry).stem
+    native = [*_HOST_ARITHMETIC, "-O3", *compiler.native_flags]
+    flags = [*_HOST_FLAGS, *([] if is_portable else native), *compiler.flags, *["-O0"] * is_portable]
+    key = _key(
+        shared_key or _shared_key(source, sources, target="host"),
+        flags=flags,
+        compiler=compiler.identity,
+        launcher=compiler.command[:-1],
+    )
     command = (
         *compiler.command,
         *flags,
@@ -317,19 +341,20 @@ def compile_host(source: KernelSource, *, optimize: bool = True) -> Path:
         unit=(f"{stem}.cpp", source.unit),
         commands=(command,),
         unchanged=lambda: _scan(root, source.entry) == sources,
+        shared_key=shared_key,
     )
     path, _ = fetch(job)
     _memo[memo_key] = (path, None)
     return path
 
 
-def load_host(source: KernelSource, *, optimize: bool = True) -> ctypes.CDLL:
-    """Compile a kernel for this machine's processor, and load it.
+def load_host(source: KernelSource, *, is_portable: bool = False) -> ctypes.CDLL:
+    """Compile a kernel, see `compile_host`, and load it.
 
     Raises:
         CompileError, ValueError: see `compile_host`; CompileError too where the library cannot be loaded.
     """
-    path = compile_host(source, optimize=optimize)
+    path = compile_host(source, is_portable=is_portable)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -374,17 +399,40 @@ def compile_cuda(
     architecture = re.match(r"sm_(\d{2,3}[af]?)\Z", arch)
     if architecture is None:
         raise ValueError(f"arch must be an architecture such as 'sm_90'; got {arch!r}.")
-    root = _resolve(source)
-    compiler = find_nvcc()
+    library = _nvshmem_for(source) if nvshmem else None
+    path, manifest = _fetch_cuda(source, arch, architecture.group(1), library, extra_flags)
+    if slow := _SLOW_PRODUCTS.search(manifest["log"]):
+        raise CompileError(f"compiling {source.entry} for {arch}: the tensor cores would wait: {slow.group(0)}")
+    binary = CudaBinary(path, arch, _parse_resources(manifest["log"]), manifest["log"])
+    _memo[memo_key] = (path, binary)
+    return binary
+
+
+def _fetch_cuda(
+    source: KernelSource, arch: str, number: str, library: Nvshmem | None, extra_flags: Sequence[str]
+) -> tuple[Path, dict[str, Any]]:
+    """Return a cubin and its manifest; `number`: of the architecture."""
+    root, stem = _resolve(source), Path(source.entry).stem
+    unit, cubin = f"{stem}.cu", f"{stem}.cubin"
+    sources = _scan(root, source.entry)
+    linked_with = None if library is None else library.version
+    shared_key = _shared_key(source, sources, target=arch, extra_flags=list(extra_flags), nvshmem=linked_with)
+    try:
+        compiler = find_nvcc()
+    except NoCompilerError as error:
+        shared = fetch_shared(shared_key, cubin)
+        if shared is None:
+            raise CompileError(
+                f"{source.entry} for {arch} is not in the cache {cache_folder()}, and {error}"
+            ) from error
+        return shared
     # Named to nvcc explicitly, so that the compiler in the key is the one that preprocesses; nvcc knows no launchers.
     preprocessor = None if "NVCC_CCBIN" in os.environ else find_cxx()
     host = [] if preprocessor is None else ["-ccbin", str(preprocessor.path)]
-    target = f"-gencode=arch=compute_{architecture.group(1)},code=sm_{architecture.group(1)}"
+    target = f"-gencode=arch=compute_{number},code=sm_{number}"
     flags = ["-std=c++20", "-O3", target, "-Xptxas=-v", *extra_flags]
-    library = _nvshmem_for(source) if nvshmem else None
     arguments = [*_define_flags(source.defines), *[f"-I{each}" for each in (root.resolve(), *compiler.include_dirs)]]
-    nvcc, stem = str(compiler.path), Path(source.entry).stem
-    unit, cubin = f"{stem}.cu", f"{stem}.cubin"
+    nvcc = str(compiler.path)
     if library is None:
         commands = [(nvcc, *flags, *host, *arguments, "-cubin", unit, "-o", cubin)]
     else:
@@ -394,15 +442,11 @@ def compile_cuda(
             (nvcc, *flags, *host, "-rdc=true", *arguments, "-dc", unit, "-o", f"{stem}.o"),
             (nvcc, target, *host, "-dlink", "-cubin", "-Xnvlink=-v", *linked, "-o", cubin),
         ]
-    sources = _scan(root, source.entry)
     key = _key(
-        source,
-        sources,
-        target="cuda",
+        shared_key,
         flags=flags,
         compiler=compiler.identity,
         preprocessor=None if preprocessor is None else [str(preprocessor.path), preprocessor.version],
-        nvshmem=None if library is None else library.version,
     )
     job = Job(
         what=f"compiling {source.entry} for {arch}",
@@ -411,13 +455,9 @@ def compile_cuda(
         unit=(unit, source.unit),
         commands=tuple(commands),
         unchanged=lambda: _scan(root, source.entry) == sources,
+        shared_key=shared_key,
     )
-    path, manifest = fetch(job)
-    if slow := _SLOW_PRODUCTS.search(manifest["log"]):
-        raise CompileError(f"compiling {source.entry} for {arch}: the tensor cores would wait: {slow.group(0)}")
-    binary = CudaBinary(path, arch, _parse_resources(manifest["log"]), manifest["log"])
-    _memo[memo_key] = (path, binary)
-    return binary
+    return fetch(job)
 
 
 def _nvshmem_for(source: KernelSource) -> Nvshmem:

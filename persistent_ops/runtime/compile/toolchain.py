@@ -17,12 +17,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CompileError
 
-__all__ = ["Cxx", "Nvcc", "Nvshmem", "find_cxx", "find_nvcc", "find_nvshmem"]
+__all__ = ["Cxx", "NoCompilerError", "Nvcc", "Nvshmem", "find_cxx", "find_nvcc", "find_nvshmem"]
 
 # The kernels' ld and st.relaxed.sys.b128. PTX ISA, "ld" and "st", PTX ISA Notes: "Support for .b128 type introduced in
 # PTX ISA version 8.3. Support for .sys scope with .b128 type introduced in PTX ISA version 8.4." Its release history
@@ -35,6 +35,10 @@ _PROBE_TIMEOUT_S = 60.0
 # writes PTX that an older ptxas refuses. So all five are pinned to one release.
 _NVCC_WHEELS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 _NVSHMEM_WHEEL = "nvidia-nvshmem-cu13"
+
+
+class NoCompilerError(CompileError):
+    """There is no compiler on this machine, and no variable names one."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +75,16 @@ class Cxx:
         version: first line of its --version.
         identity: text that differs between two compilers, or two processors, that may produce different code.
         command: the words that start it, the executable last (a launcher such as ccache may come first).
-        flags: those that tune for this machine's processor, then those that the variable has.
+        native_flags: those that tune for this machine's processor.
+        flags: those that the variable has.
     """
 
     path: Path
     version: str
     identity: str
     command: tuple[str, ...]
-    flags: tuple[str, ...] = field(default=())
+    native_flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -305,7 +311,7 @@ def find_nvcc() -> Nvcc:
     looked_at.append(
         "the wheel nvidia-cuda-nvcc is not usable" if wheel else "the wheel nvidia-cuda-nvcc is not installed"
     )
-    raise CompileError(
+    raise NoCompilerError(
         "no CUDA compiler (nvcc) was found: neither PERSISTENT_OPS_NVCC nor CUDA_HOME names one, and there is none on "
         f"PATH or in /usr/local/cuda*/bin ({'; '.join(looked_at)}). Install one into this Python environment with: "
         f"{nvcc_remedy()}"
@@ -337,11 +343,11 @@ def _cxx_at(words: tuple[str, ...]) -> tuple[Cxx | None, str]:
     command = tuple(os.path.abspath(path) for path in resolved if path is not None)
     if not command:
         return None, f"{words[0]} is no executable file"
-    flags = (*_native_flags(), *words[num_programs:])
-    problem, version, identity = _probe_cxx(command, flags, *_stat_key(command[-1]))
+    native_flags, flags = _native_flags(), words[num_programs:]
+    problem, version, identity = _probe_cxx(command, (*native_flags, *flags), *_stat_key(command[-1]))
     if problem:
         return None, f"{command[-1]} cannot be used: {problem}"
-    return Cxx(Path(command[-1]), version, identity, command, flags), ""
+    return Cxx(Path(command[-1]), version, identity, command, native_flags, flags), ""
 
 
 def find_cxx() -> Cxx:
@@ -379,7 +385,7 @@ def find_cxx() -> Cxx:
         if found is not None:
             return found
         looked_at.append(problem)
-    raise CompileError(
+    raise NoCompilerError(
         f"no C++20 compiler was found on PATH ({'; '.join(looked_at)}). Install one, for example with `apt-get install "
         "g++`, `dnf install gcc-c++` or `conda install -c conda-forge cxx-compiler`, or name one in PERSISTENT_OPS_CXX."
     )

@@ -20,6 +20,7 @@ from jit_workshop import (
     wait_until,
 )
 
+from persistent_ops.runtime.compile import cache
 from persistent_ops.runtime.errors import CompileError
 
 
@@ -147,9 +148,31 @@ def test_old_working_folders_of_other_keys_are_removed(workshop: Workshop) -> No
     for folder in (old, young):
         folder.mkdir()
     os.utime(old, (0, 0))
-    workshop.build(optimize=False)
+    workshop.build(is_portable=True)
     assert not old.exists()
     assert young.exists()
+
+
+def test_one_line_says_that_kernels_are_compiled(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    workshop.on_compile(f"while [ ! -e {workshop.state}/go ]; do sleep 0.05; done")
+    other = workshop.start()
+    wait_until(lambda: workshop.compilations == 1)
+    (workshop.state / "on_compile").write_text("")
+    workshop.build(is_portable=True)  # beside the other process, which has said so
+    (workshop.state / "go").touch()
+    errors = other.communicate(timeout=60)[1]
+    assert errors == f"persistent_ops: compiling kernels, once; they stay in {workshop.cache}\n"
+    assert not caplog.records
+
+
+def test_what_is_in_the_cache_is_not_announced(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    workshop.build()
+    workshop.build(is_portable=True)
+    assert [record.message for record in caplog.records] == [
+        f"persistent_ops: compiling kernels, once; they stay in {workshop.cache}"
+    ]
+    process = workshop.start()
+    assert process.communicate(timeout=60)[1] == ""
 
 
 def test_folder_is_created_for_its_owner_alone(workshop: Workshop) -> None:
@@ -177,8 +200,12 @@ def test_folder_of_another_user_is_refused(workshop: Workshop, monkeypatch: pyte
     workshop.build()
     owner = workshop.cache.stat().st_uid
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr(cache, "_ROOT", owner + 2)
     with pytest.raises(CompileError, match=rf"belongs to user id {owner}.*PERSISTENT_OPS_CACHE"):
         workshop.build()
+    monkeypatch.setattr(cache, "_ROOT", owner)  # of an image that another user runs
+    workshop.build()
+    assert workshop.compilations == 1
 
 
 def test_folder_that_cannot_be_written_names_the_variable(
@@ -203,6 +230,7 @@ def test_folder_that_cannot_be_written_names_the_variable(
 def test_hit_writes_nothing(workshop: Workshop) -> None:
     library = workshop.build()
     shutil.rmtree(workshop.cache / "locks")
+    shutil.rmtree(workshop.cache / "shared")
     shutil.rmtree(workshop.cache / "tmp")
     assert workshop.build() == library
     assert sorted(path.name for path in workshop.cache.iterdir()) == ["entries"]

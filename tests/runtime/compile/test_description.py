@@ -27,7 +27,7 @@ HEAD = "#include <cstddef>\n"
 def _check(kernel: str, layout: str, root: Path = CUDA) -> Path:
     """Compile what every kernel is compiled with, and the kernel's header alone."""
     tail = f"namespace po::{kernel} {{ {layout} }}\n"
-    return compile_host(KernelSource(f"kernels/{kernel}.cuh", head=HEAD, tail=tail, root=root), optimize=False)
+    return compile_host(KernelSource(f"kernels/{kernel}.cuh", head=HEAD, tail=tail, root=root), is_portable=True)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -78,7 +78,7 @@ def test_a_struct_that_is_not_told_in_full_does_not_compile(tmp_path: Path, old:
     team.write_text(team.read_text().replace(old, new))
     head = description._HEAD
     with pytest.raises(CompileError, match="Team: name every field, in order"):
-        compile_host(KernelSource(COMM, head=head, root=root), optimize=False)
+        compile_host(KernelSource(COMM, head=head, root=root), is_portable=True)
 
 
 def test_what_is_told_can_be_read_back() -> None:

@@ -116,7 +116,7 @@ def test_kernels_are_optimized_as_far_as_the_variable_says(workshop: Workshop, m
     monkeypatch.setenv("PERSISTENT_OPS_CXX", f"{workshop.state / 'c++'} -O1")
     workshop.build()
     assert level() == "-O1"
-    workshop.build(optimize=False)
+    workshop.build(is_portable=True)
     assert level() == "-O0"
 
 
@@ -191,7 +191,7 @@ def test_sums_keep_two_roundings(workshop: Workshop) -> None:
 def test_a_library_that_cannot_be_loaded_says_what_to_set(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     library = workshop.build()
     library.write_bytes(library.read_bytes()[:64])  # as dlopen sees it: nothing to map
-    monkeypatch.setattr(jit, "compile_host", lambda source, optimize: library)
+    monkeypatch.setattr(jit, "compile_host", lambda source, is_portable: library)
     with pytest.raises(CompileError, match=r"cannot be loaded: .*Set PERSISTENT_OPS_CACHE to a folder"):
         jit.load_host(workshop.source)
 
@@ -312,6 +312,84 @@ def test_nvshmem_that_is_missing_or_mixed_is_refused(
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     with pytest.raises(CompileError, match=r"are version 3\.4\.5, but its library is 3\.8\.0"):
         compile_cuda(workshop.source, nvshmem=True)
+
+
+def _leave_no_compiler(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let this process be on a machine that has none."""
+    for variable in ("PERSISTENT_OPS_NVCC", "PERSISTENT_OPS_CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(path))
+    monkeypatch.setattr(toolchain, "_system_toolkits", list)
+    monkeypatch.setattr(toolchain, "_distribution", lambda name: None)
+    jit.clear_memo()
+
+
+def test_a_shipped_cache_serves_without_compilers(
+    workshop: Workshop, fake_nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
+    cubin = compile_cuda(workshop.source, arch="sm_90a").path.read_bytes()
+    description = value_of(workshop.build(is_portable=True))
+    workshop.build()  # of this machine's processor
+    shutil.copytree(workshop.cache, tmp_path / "shipped")
+    shutil.copytree(workshop.root, tmp_path / "installed")
+    _leave_no_compiler(monkeypatch, tmp_path)
+    monkeypatch.delenv("NVCC_APPEND_FLAGS")
+    monkeypatch.setenv("PERSISTENT_OPS_CACHE", str(tmp_path / "shipped"))
+    shipped = KernelSource(workshop.source.entry, (), tmp_path / "installed")
+    found = compile_cuda(shipped, arch="sm_90a")
+    assert found.path.read_bytes() == cubin and found.path.is_relative_to(tmp_path / "shipped")
+    assert value_of(compile_host(shipped, is_portable=True)) == description
+    with pytest.raises(CompileError, match="no C\\+\\+20 compiler was found"):
+        compile_host(shipped)  # its instructions may not be those of the processor
+    for other in ({"arch": "sm_90"}, {"arch": "sm_90a", "extra_flags": ("-G",)}):
+        with pytest.raises(
+            CompileError, match=r"scale\.cuh for sm_90a? is not in the cache .*shipped, and no CUDA compiler"
+        ):
+            compile_cuda(shipped, **other)  # type: ignore[arg-type]
+    (tmp_path / "installed" / "platform" / "deep.h").write_text("#define VALUE 8\n")
+    jit.clear_memo()
+    with pytest.raises(CompileError, match="is not in the cache"):
+        compile_cuda(shipped, arch="sm_90a")
+
+
+def test_a_shipped_cache_that_cannot_be_written_serves_beside_another_compiler(
+    workshop: Workshop, fake_nvcc: Path
+) -> None:
+    shipped = compile_cuda(workshop.source).path
+    write_script(workshop.state / "nvcc", FAKE_NVCC.format(state=workshop.state, release="13.1"))
+    shutil.rmtree(workshop.cache / "locks")
+    (workshop.cache / "locks").touch()  # permissions do not stop root
+    jit.clear_memo()
+    assert compile_cuda(workshop.source).path == shipped
+    with pytest.raises(CompileError, match="cannot be written"):
+        compile_cuda(workshop.source, arch="sm_80")
+
+
+def test_a_damaged_entry_of_a_shipped_cache_is_none(
+    workshop: Workshop, fake_nvcc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_cuda(workshop.source).path.write_bytes(b"another")
+    _leave_no_compiler(monkeypatch, tmp_path)
+    with pytest.raises(CompileError, match="is not in the cache"):
+        compile_cuda(workshop.source)
+
+
+def test_a_compiler_that_a_variable_names_is_never_done_without(
+    workshop: Workshop, fake_nvcc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_cuda(workshop.source)
+    monkeypatch.setenv("PERSISTENT_OPS_NVCC", "/nowhere/nvcc")
+    with pytest.raises(CompileError, match="PERSISTENT_OPS_NVCC names no usable CUDA compiler"):
+        compile_cuda(workshop.source)
+
+
+def test_code_for_all_processors_is_not_tuned_for_this_one(workshop: Workshop) -> None:
+    workshop.on_compile(f'echo "$*" > {workshop.state}/command')
+    for is_portable in (False, True):
+        workshop.build(is_portable=is_portable)
+        words = (workshop.state / "command").read_text().split()
+        assert any(word.endswith("=native") for word in words) != is_portable
 
 
 def has_nvcc() -> bool:
