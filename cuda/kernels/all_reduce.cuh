@@ -3,9 +3,10 @@
 //
 // Small tensors travel as packets, which need no credit and no separate flag: to every PE (one shot), or to a block's
 // owner and back (two shots). Areas of packets alternate with the epoch's parity, and warps work independently
-// (packet_reduce). Large tensors travel as slices, each to its owner and back, with credit. There WGs work in turns,
-// which words count (slice_reduce). The last warp of a WG counts the WG, so that the epoch closes early; in the last WG
-// it also grants this PE's credit. With packets it awaits the peers' credit there, and has no blocks. Each PE computes
+// (packet_reduce). Large tensors travel as slices of packets, each to its owner and back, in places that many of them
+// use: with credit, and with words that say which places are empty (slice_reduce). The last warp of a WG counts the WG,
+// so that the epoch closes early; in the last WG it also grants this PE's credit. With packets it awaits the peers'
+// credit there, and has no blocks; with slices it awaits credit and words in every WG. Each PE computes
 // the norm itself: warps leave the squares of their blocks to each other (block_output). Elements are added in fp32 in
 // rank order, then bias, then residual, and rounded once.
 //
@@ -64,7 +65,7 @@ struct Plan {
   uint64_t results_bytes;    // of one parity
   int64_t blocks_per_adder;  // from one sender, added up at one PE
   uint64_t copies_offset;    // BarePacket[elements, results][num_blocks][kBlockChunks]: the sources of puts
-  // Slices of packets, one per WG: BarePacket[places][size][WGs][workers][kBlockChunks].
+  // Slices of packets, one per WG: BarePacket[kPlaces][size][WGs][workers][kBlockChunks].
   uint64_t slices_offset;    // from a sender, to this PE as the owner
   uint64_t returned_offset;  // from an owner, the results
   uint64_t staging_offset;   // the sources of puts: elements for a PE, results as this PE's; never empty

@@ -52,13 +52,13 @@ class SwitchPoints(NamedTuple):
     two_shot: int
 
 
-# By PEs; a world between two sizes takes the larger one's, and one beyond all the last one's. Measured on 2 and 4 H100
-# (docs/results.md); for more PEs reckoned from there: one shot sends every element to each of them.
+# By PEs; a world between two sizes takes the larger one's, and one beyond all the last one's. Measured on 2 H200 and on 2
+# and 4 H100 (docs/results.md); for more PEs reckoned from there: one shot sends every element to each of them.
 SWITCH_POINTS = {
     1: SwitchPoints(4 << 20, 4 << 20, 4 << 20),
-    2: SwitchPoints(256 << 10, 1 << 20, 8 << 20),
-    4: SwitchPoints(32 << 10, 256 << 10, 8 << 20),
-    8: SwitchPoints(32 << 10, 128 << 10, 8 << 20),
+    2: SwitchPoints(256 << 10, 1 << 20, 6 << 20),
+    4: SwitchPoints(32 << 10, 256 << 10, 6 << 20),
+    8: SwitchPoints(32 << 10, 128 << 10, 6 << 20),
     64: SwitchPoints(16 << 10, 16 << 10, 4 << 20),
 }
 _NAME = "all_reduce"
@@ -175,7 +175,7 @@ def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
 def reserve_room(world: World) -> None:
     """See to the world's room for packets and slices; collective the first time."""
     constants, heap_bytes = OPERATOR.prepare(world).constants, world.backend.heap_bytes
-    least = _MOST_WAYS * world.size * constants["kMaxPlaces"] * _working_warps(world, _SLICE_THREADS)
+    least = _MOST_WAYS * world.size * constants["kPlaces"] * _working_warps(world, _SLICE_THREADS)
     least *= constants["kBlockBytes"]
 
     def lacking(nbytes: int) -> int:
@@ -363,8 +363,7 @@ class AllReducePlan(Plan):
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
         ways = _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS
         slice_bytes = workers * constants["kBlockBytes"]
-        places = constants["kMaxPlaces"] - (constants["kMaxLag"] - 1 if team.all_reachable else 0)
-        fitting = room // (ways * places * team.size * slice_bytes)
+        fitting = room // (ways * constants["kPlaces"] * team.size * slice_bytes)
         if fitting == 0:
             raise ValueError(
                 f"threads, room_bytes: the slices of a WG of {self._threads} threads do not fit {room} bytes; use "
@@ -372,7 +371,7 @@ class AllReducePlan(Plan):
             )
         step = team.size * workers  # of a WG
         self._grid = max(1, min(most_wgs, fitting, -(-blocks // step)))
-        self._way_bytes = places * team.size * self._grid * slice_bytes
+        self._way_bytes = constants["kPlaces"] * team.size * self._grid * slice_bytes
         return min(constants["kMaxSteps"] * self._grid * step, _MOST_BLOCKS)
 
     def _ranges(self, most: int) -> list[tuple[int, int, int]]:

@@ -16,15 +16,13 @@ namespace po::all_reduce {
 inline constexpr Phase kPhaseSlice = make_phase(kFirstPhase + 2);
 // A PE that owes results or a word may itself wait for others, so missing elements are reported first.
 inline constexpr Phase kPhaseTurn = make_phase(kFirstPhase + 3, 9);
-inline constexpr int kWordTurns = 2;                     // from the turn that a word ends to the one that needs it
-inline constexpr int kMaxLag = 2;                        // turns from a packet to its use, if it is put; otherwise 1
-inline constexpr int kMaxPlaces = kMaxLag + kWordTurns;  // of a counterpart
+inline constexpr int kMaxLag = 2;  // turns from a packet to its use, if it is put; otherwise 1
+inline constexpr int kPlaces = 4;  // of a counterpart; more of them would not stay in the L2 cache
 inline constexpr int kMaxSteps = (1 << kEpochShift) - 2 * kMaxLag;  // of a launch: turns are counted below the epoch
 inline constexpr int kMaxSliceWgs = 1024;                           // the WGs' words have fixed places in every launch
 PO_CONSTANT(kPhaseSlice)
 PO_CONSTANT(kPhaseTurn)
-PO_CONSTANT(kMaxLag)
-PO_CONSTANT(kMaxPlaces)
+PO_CONSTANT(kPlaces)
 PO_CONSTANT(kMaxSteps)
 PO_CONSTANT(kMaxSliceWgs)
 
@@ -106,13 +104,10 @@ class SliceReduce {
   PO_FN bool is_near(int pe) const { return plan_.heaps[pe] != 0; }
   PO_FN uint64_t slice_bytes() const { return static_cast<uint64_t>(num_workers_) * kBlockBytes; }
 
-  // Of a counterpart: few, so that they stay in the L2 cache.
-  PO_FN int num_places() const { return lag_ + kWordTurns; }
-
   // Offset, in every heap, of this WG's slice of a step with a PE: where the sender or the owner stores, or the source
   // of a put.
   PO_FN uint64_t slice_place(uint64_t area, int step, int pe) const {
-    const int place = step % num_places();  // @slices-alternate
+    const int place = step % kPlaces;  // @slices-alternate
     return area + static_cast<uint64_t>((place * team_.size + pe) * wg_.count() + wg_.index()) * slice_bytes();
   }
   // Offset of a lane's packet in a slice.
@@ -135,14 +130,15 @@ class SliceReduce {
 
   // ---- turns ---------------------------------------------------------------------------------------------------------
 
-  // Whether a turn stores to places that were read before, kWordTurns ago at the latest.
+  // From the turn that a word ends to the one that needs it: 2 or more (run).
+  PO_FN int word_turns() const { return kPlaces - lag_; }
+  // Whether a turn stores to places that were read before, word_turns() ago at the latest.
   PO_FN bool stores_again(int turn) const {
-    const int first = num_places();
-    return (turn >= first && turn < num_steps_) || (turn >= first + lag_ && turn < num_steps_ + lag_);
+    return (turn >= kPlaces && turn < num_steps_) || (turn >= kPlaces + lag_ && turn < num_steps_ + lag_);
   }
   // Whether a PE waits for the end of a turn: a near one for places, another one for what is put.
   PO_FN bool is_told(int pe, int turn) const {
-    const int then = turn + kWordTurns;
+    const int then = turn + word_turns();
     return turn >= 0 && (is_near(pe) ? stores_again(then) : then < num_turns());
   }
 
@@ -161,9 +157,9 @@ class SliceReduce {
 
   PO_FN bool may_begin(int pe, int turn) const {
     if (turn == 0) return await_credit(team_, pe);  // @slices-credit
-    if (!is_told(pe, turn - kWordTurns)) return true;
+    if (!is_told(pe, turn - word_turns())) return true;
     const uint64_t* ended = local_word(team_, word(pe));
-    return await_step(team_, ended, static_cast<uint64_t>(turn - kWordTurns) + 1, kPhaseTurn, pe,
+    return await_step(team_, ended, static_cast<uint64_t>(turn - word_turns()) + 1, kPhaseTurn, pe,
                       static_cast<uint64_t>(wg_.index()));
   }
 
@@ -323,6 +319,7 @@ class SliceReduce {
   // Takes the other owners' results.
   PO_FN void take(int step) {
     const TaskTrace trace(false);
+    const uint64_t returned = plan_.returned_offset;
     PO_NO_UNROLL
     for (int first = 0; first < team_.size; first += kBatch) {
       Chunks results[kBatch] = {};
@@ -330,7 +327,7 @@ class SliceReduce {
       for (int i = 0; i < kLaneChunks; ++i) {
         BarePacket packets[kBatch] = {};
         const auto is_sent = [&](int pe) { return chunk(step, pe, i).count != 0; };
-        const bool is_whole = read_packets(kPhaseTurn, plan_.returned_offset, step, first, i, is_sent, packets);
+        const bool is_whole = read_packets(kPhaseTurn, returned, step, first, i, is_sent, packets);  // @results-read
         PO_UNROLL
         for (int k = 0; k < kBatch; ++k) {
           if (first + k >= team_.size || first + k == team_.rank) continue;
