@@ -52,8 +52,8 @@ class SwitchPoints(NamedTuple):
     two_shot: int
 
 
-# By PEs; a world between two sizes takes the larger one's, and one beyond all the last one's. Measured on 2 H200 and on 2
-# and 4 H100 (docs/results.md); for more PEs reckoned from there: one shot sends every element to each of them.
+# By PEs; a world between two sizes takes the larger one's, and one beyond all the last one's. Measured on 2 H200 and
+# on 2 and 4 H100 (docs/results.md); for more PEs reckoned from there: one shot sends every element to each of them.
 SWITCH_POINTS = {
     1: SwitchPoints(4 << 20, 4 << 20, 4 << 20),
     2: SwitchPoints(256 << 10, 1 << 20, 6 << 20),
@@ -355,23 +355,24 @@ class AllReducePlan(Plan):
     def _plan_slices(self, blocks: int) -> int:
         """Choose grid, WGs and places; return how many blocks a launch can have."""
         world, team, constants = self._world, self._key.team, self._constants
-        is_host = world.backend.name == "host"
-        self._threads = _HOST_THREADS if is_host else self._tuning.threads or _SLICE_THREADS
-        self._warp_blocks = 1
-        workers = _working_warps(world, self._threads)
-        most_wgs = min(self._tuning.work_groups or world.backend.num_sms, constants["kMaxSliceWgs"])
         room = min(self._areas.nbytes_of(_SLICES), int(self._tuning.room_bytes * (1 - _PACKET_SHARE)))
         ways = _MOST_WAYS - 1 if team.all_reachable else _MOST_WAYS
-        slice_bytes = workers * constants["kBlockBytes"]
-        fitting = room // (ways * constants["kPlaces"] * team.size * slice_bytes)
-        if fitting == 0:
+        fitting = room // (ways * constants["kPlaces"] * team.size * constants["kBlockBytes"])  # workers
+        if world.backend.name == "host":
+            self._threads = _HOST_THREADS
+        else:
+            self._threads = self._tuning.threads or min(_SLICE_THREADS, 32 * (fitting + 1))
+        self._warp_blocks = 1
+        workers = _working_warps(world, self._threads)
+        if fitting < workers:
             raise ValueError(
                 f"threads, room_bytes: the slices of a WG of {self._threads} threads do not fit {room} bytes; use "
                 "fewer threads or a larger room_bytes"
             )
+        most_wgs = min(self._tuning.work_groups or world.backend.num_sms, constants["kMaxSliceWgs"])
         step = team.size * workers  # of a WG
-        self._grid = max(1, min(most_wgs, fitting, -(-blocks // step)))
-        self._way_bytes = constants["kPlaces"] * team.size * self._grid * slice_bytes
+        self._grid = max(1, min(most_wgs, fitting // workers, -(-blocks // step)))
+        self._way_bytes = constants["kPlaces"] * self._grid * step * constants["kBlockBytes"]
         return min(constants["kMaxSteps"] * self._grid * step, _MOST_BLOCKS)
 
     def _ranges(self, most: int) -> list[tuple[int, int, int]]:

@@ -71,7 +71,7 @@ class SliceReduce {
     PO_NO_UNROLL
     for (int turn = 0; turn < num_turns(); ++turn) {
       if (keeps) {
-        await_turn(turn);  // @turn-await
+        await_turn(turn);
         hand_over(turns_.begun[turn % 2]);
         if (turn == 0) count_out();
         if (turn == num_steps_) release_successor();  // begins as the WGs of this launch end
