@@ -227,6 +227,7 @@ class BasePe {
       : world(world_in), rank(rank_in), size(world_in.size), host_says(static_cast<size_t>(size)) {
     const auto pes = static_cast<uint64_t>(size);
     po::Team& team = plan.team;
+    take(kUnusedBytes);  // where stores without credit go: over credits, they would crash later launches
     team.grants_offset = take((pes + 2) * sizeof(po::Grant));
     team.ready_offset = take(pes * ready_stride * sizeof(uint64_t));
     team.abort_offset = take(pes * sizeof(uint64_t));
@@ -439,6 +440,7 @@ class BasePe {
 
   static constexpr uint8_t kGuard = 0xa5;
   static constexpr uint64_t kGuardBytes = 128;
+  static constexpr uint64_t kUnusedBytes = 1 << 16;
 
   uint64_t heap_bytes = 0;
   std::vector<uint64_t> guards;
