@@ -248,7 +248,7 @@ class AllReduce(Experiment[str]):
     operator = OPERATOR
     tuned_methods = ("auto",)
     tunable = tuple(name for name in METHODS if is_own(name))
-    knobs: ClassVar = {"occupancy": ("work_groups", ()), "slice": ("warp_blocks", (1, 2))}
+    knobs: ClassVar = {"occupancy": ("work_groups", ())}
     note = "; bf16"
 
     @classmethod

@@ -73,7 +73,7 @@ _MOST_PACKET_LAUNCHES = 2  # for which "auto" takes packets
 _MOST_WAYS = 3  # of a slice: left by a sender, returned by an owner, about to be put
 _MOST_BLOCKS = 1 << 30  # of a launch: their numbers are 32-bit
 _PACKET_THREADS = (128, 256, 512)  # of a WG; the fewest with which warps have one block at most, a WG's last none
-_SLICE_THREADS = 544  # of a WG: 16 warps and the keeper
+_SLICE_THREADS = 544  # of a WG of slices: 16 warps, and one that keeps turns
 _HOST_THREADS = 128
 _WARP_BLOCKS = (2, 1)
 
@@ -85,9 +85,10 @@ class Tuning(BoundedTuning):
     Attributes:
         room_bytes: of the heap, at most; what does not fit goes in rounds. More than what the first call of a world set
             aside (64 MiB, or 1/8 of a smaller heap) has no effect. Where it differs, `blocks_of_launch` do in an error.
-        work_groups: None for one per SM, with slices as many as are resident, or as many as there is work for.
+        work_groups: None for one per SM, or as many as there is work for.
         threads: of a WG; None for what suits the size.
-        warp_blocks: blocks (of 512 bytes) that a warp has under way together: 1 or 2; None for what suits the size.
+        warp_blocks: with packets, blocks (of 512 bytes) that a warp has under way together: 1 or 2; None for what suits
+            the size.
         one_shot_bytes, two_shot_bytes: instead of the world's SWITCH_POINTS.
     """
 
@@ -269,7 +270,7 @@ def sample_requests() -> Iterator[KernelRequest]:
     """Yield kernels that differ most in code; tests compile them for GPUs."""
     yield kernel_request(torch.bfloat16, "one_shot", norms=True, is_aligned=True, warp_blocks=1, threads=128)
     yield kernel_request(torch.float16, "two_shot", norms=False, is_aligned=False, warp_blocks=1, threads=256)
-    yield kernel_request(torch.float32, "slices", norms=True, is_aligned=True, warp_blocks=2, threads=256)
+    yield kernel_request(torch.float32, "slices", norms=True, is_aligned=True, warp_blocks=1, threads=_SLICE_THREADS)
 
 
 class _Launch(NamedTuple):
