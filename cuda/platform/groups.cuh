@@ -7,8 +7,11 @@
 #include "platform/platform.cuh"
 
 #if !PO_ON_DEVICE
+#include <limits.h>
+#include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace po {
@@ -160,6 +163,26 @@ PO_FN void sync_warps(int barrier, int num_threads) {
 }
 #endif
 
+#if !PO_ON_DEVICE
+
+// Returns, with acquire order, when is_waiting(*word) is false. Whoever makes it false calls `wake_sleepers`. A thread
+// that called sched_yield until then would leave its core to a busy process for a whole time slice, in each round.
+template <class Word, class Condition>
+void sleep_while(const Word* word, const Condition& is_waiting) {
+  Word seen;
+  while (is_waiting(seen = __atomic_load_n(word, __ATOMIC_ACQUIRE))) {  // @handover-acquire
+    // Returns at once if the word's low half has changed.
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, static_cast<uint32_t>(seen), nullptr, nullptr, 0);
+  }
+}
+
+template <class Word>
+void wake_sleepers(const Word* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+#endif
+
 // Hands work from some threads of a WG to others, round after round, without a wait of the former. Accesses before the
 // arrivals of a round are visible after its await. Lies in shared memory. No thread may be a round late when the next
 // but one begins to arrive. On the GPU it is an mbarrier: a releasing atomic would first drain the thread's copies.
@@ -180,7 +203,8 @@ class Handover {
 #if PO_ON_DEVICE
     asm volatile("{ .reg .b64 s; mbarrier.arrive.release.cta.shared.b64 s, [%0]; }" ::"r"(address()) : "memory");
 #else
-    __atomic_add_fetch(&word_, 1, __ATOMIC_ACQ_REL);  // @handover-release
+    const uint64_t arrivals = __atomic_add_fetch(&word_, 1, __ATOMIC_ACQ_REL);  // @handover-release
+    if (arrivals % arrivals_per_round_ == 0) wake_sleepers(&word_);
 #endif
   }
 
@@ -209,7 +233,9 @@ class Handover {
 #if PO_ON_DEVICE
   PO_FN uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&word_)); }
 #else
-  void tile_has_come(uint32_t bytes) { __atomic_sub_fetch(&missing_bytes_, bytes, __ATOMIC_RELEASE); }
+  void tile_has_come(uint32_t bytes) {
+    if (__atomic_sub_fetch(&missing_bytes_, bytes, __ATOMIC_RELEASE) == 0) wake_sleepers(&missing_bytes_);
+  }
 #endif
 
   // Whether a round is over: then `await` would return at once.
@@ -247,9 +273,9 @@ class Handover {
     }
 #else
     // Compares the parity alone, as the GPU does, so that a thread that is a round late fails here too.
-    // @handover-acquire
-    while ((__atomic_load_n(&word_, __ATOMIC_ACQUIRE) / arrivals_per_round_ & 1) == (round & 1)) sched_yield();
-    while (__atomic_load_n(&missing_bytes_, __ATOMIC_ACQUIRE) != 0) sched_yield();
+    const auto in_round = [&](uint64_t arrivals) { return (arrivals / arrivals_per_round_ & 1) == (round & 1); };
+    sleep_while(&word_, in_round);
+    sleep_while(&missing_bytes_, [](int64_t bytes) { return bytes != 0; });
 #endif
   }
 

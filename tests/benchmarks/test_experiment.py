@@ -273,7 +273,6 @@ def test_a_graph_that_does_nothing_gives_exit_code_1(
     ("benchmark", "knob", "method", "field", "values"),
     [
         ("all_reduce", "occupancy", "slices", "work_groups", [1, 2, 4, 8]),
-        ("all_reduce", "slice", "slices", "warp_blocks", [1, 2]),
         ("embedding_backward", "slice", "fused", "slice_samples", [1, 2, 4, 8, 16, 32]),
         ("sparse_all_reduce", "occupancy", "into", "work_groups", [1, 2, 4, 8]),
     ],
@@ -323,7 +322,7 @@ _WRONG = {
     "all_reduce": {
         "--sizes 17K": "--sizes: expected multiples of 16K",
         "--sizes x": "--sizes: expected multiples of 16K",
-        "--tune threads=64 --sweep slice": "--sweep, --tune, --trace: expected one of them",
+        "--tune threads=64 --sweep occupancy": "--sweep, --tune, --trace: expected one of them",
     },
     "embedding_all_to_all": {
         "--configs B1_T1": "there is no B1_T1",

@@ -9,9 +9,12 @@ import itertools
 import logging
 import math
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -130,6 +133,12 @@ DIVIDED = [
 ]
 
 
+def _on_few_tiles(case: Case) -> Case:
+    """Threads of a WG on the host wait for each other in each step of 8 x 8 x 8."""
+    rows, depth, columns = case.shape
+    return replace(case, shape=(min(rows, 43), depth, min(columns, 40)))
+
+
 class GemmTrial(Trial):
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -162,7 +171,7 @@ class TestBits(BitsSuite):
     worlds: ClassVar = {
         "1": CaseWorld(1, [*CASES, *DIVIDED]),
         "2": CaseWorld(2, [*CASES[:4], *DIVIDED]),
-        "1-wg3": CaseWorld(1, [CASES[2], *DIVIDED], {"host_options": {"wg_size": 3}}),
+        "1-wg3": CaseWorld(1, [_on_few_tiles(case) for case in (CASES[2], *DIVIDED)], {"host_options": {"wg_size": 3}}),
     }
 
 
@@ -190,6 +199,28 @@ def test_every_tile(backend: str) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the kernel is for sm_90")
     assert in_world(_every_tile, 1, backend) == [[]]
+
+
+def _timed(shape: tuple[int, int, int]) -> float:
+    a, b, _ = Case("", shape).given(0)
+    po.gemm(a, b)
+    start = time.monotonic()
+    po.gemm(a, b)
+    return time.monotonic() - start
+
+
+def test_threads_of_a_wg_wait_for_each_other_while_all_cores_are_busy() -> None:
+    """They wait in 5,000 steps: threads that gave their cores away in each would take a minute."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    for process, core in zip(busy, os.sched_getaffinity(0), strict=True):
+        os.sched_setaffinity(process.pid, {core})
+    try:
+        (seconds,) = in_world(_timed, 1, "host", (200, 64, 200), host_options={"wg_size": 3})
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert seconds < 15
 
 
 # ---- gradients and torch ---------------------------------------------------------------------------------------------
