@@ -189,9 +189,9 @@ PO_FN bool takes_part(const Team& team, uint64_t aborted) {
 }
 
 // Grants every peer credit: this PE's output may be written, under this contract. Threads of one group (a WG, or a warp
-// of it) share the peers.
+// of it) share the peers. `landing_offset`: where peers put that are not reachable.
 template <class Group>
-PO_FN void grant_credit(const Team& team, const Group& group, uint64_t output_offset) {
+PO_FN void grant_credit(const Team& team, const Group& group, uint64_t output_offset, uint64_t landing_offset) {
   if (!takes_part(team, flag_load_relaxed_sys(&team.local->abort))) return;  // @grant-takes-part
   auto fill = [&](Grant* grant) {
     grant->output_offset = output_offset;  // @grant-output
@@ -206,16 +206,21 @@ PO_FN void grant_credit(const Team& team, const Group& group, uint64_t output_of
     // Two copies alternate. The last epoch's put has been performed before its copy is filled again: a peer's credit of
     // this epoch, awaited before the next one, proves that the peer has taken the last epoch's grant.
     const int copy = team.size + static_cast<int>(team.epoch % kGrantCopies);  // @grant-copies
-    auto* staged = reinterpret_cast<Grant*>(team.heap + grant_offset(team, copy));
+    auto* staged = reinterpret_cast<Grant*>(team.heap + grant_place(team, copy));
     fill(staged);
+    if constexpr (kPuts) staged->output_offset = landing_offset;
     for (int peer = 0; peer < team.size; ++peer) {
       if (is_reachable(team, peer)) continue;
       const uint64_t offset = grant_offset(team, team.rank);
-      put_nbi(team, peer, offset + sizeof(uint64_t), &staged->output_offset, sizeof(Grant) - sizeof(uint64_t));
-      put_fence(team);
-      signal(team, peer, offset, launch_flag(team));
+      put_signal(team, peer, offset + sizeof(uint64_t), &staged->output_offset, sizeof(Grant) - sizeof(uint64_t),
+                 offset, launch_flag(team));
     }
   }
+}
+
+template <class Group>
+PO_FN void grant_credit(const Team& team, const Group& group, uint64_t output_offset) {
+  grant_credit(team, group, output_offset, output_offset);
 }
 
 // Returns true when `receiver` has granted credit for this epoch under the same contract.
@@ -231,7 +236,7 @@ PO_FN bool await_credit(const Team& team, int receiver) {
   return true;
 }
 
-// Offset of this epoch's output in the heap of a receiver that granted credit. Stable until this WG has signalled the
+// Offset of this epoch's output, or of where puts land, in the heap of a receiver that granted credit. Stable until this WG has signalled the
 // receiver.
 PO_FN uint64_t granted_output(const Team& team, int receiver) {
   return flag_load_relaxed_sys(local_word(team, grant_offset(team, receiver)) + 1);
@@ -254,7 +259,8 @@ PO_FN void poison(const WorkGroup& wg, Word* words, int64_t count) {
   for (int64_t i = wg.rank(); i < count; i += wg.size()) words[i] = static_cast<Word>(~Word{0});
 }
 
-// Counts this WG out. The last one poisons the output if the launch was aborted, and closes the epoch.
+// Counts this WG out. The last one completes the launch's puts, so that their sources may be written again and no word
+// of a later launch overtakes theirs. It poisons the output if the launch was aborted, and closes the epoch.
 PO_FN void leave_launch(const Team& team, const WorkGroup& wg, uint64_t* last_flag, uint64_t output_offset,
                         uint64_t output_bytes) {
   // @depart-sync
@@ -265,7 +271,8 @@ PO_FN void leave_launch(const Team& team, const WorkGroup& wg, uint64_t* last_fl
   }
   wg.sync();  // @last-wg-known
   if (*last_flag == 0) return;
-  if (is_aborted(team)) {  // @poison
+  if (has_far_peers(team) && wg.rank() == 0) put_quiet(team);  // @last-quiet
+  if (is_aborted(team)) {                                      // @poison
     poison(wg, reinterpret_cast<uint16_t*>(team.heap + output_offset), static_cast<int64_t>(output_bytes / 2));
   }
   if (wg.rank() == 0) {

@@ -6,7 +6,14 @@
 
 #include "platform/describe.cuh"
 
+#ifndef PO_WITH_NVSHMEM
+#define PO_WITH_NVSHMEM 0
+#endif
+
 namespace po {
+
+// Whether this code can reach PEs whose heaps are not mapped. On GPUs only code that is linked with NVSHMEM can.
+inline constexpr bool kPuts = !PO_ON_DEVICE || PO_WITH_NVSHMEM != 0;
 
 inline constexpr int kContractWords = 14;  // fills a Grant up to its 128 bytes
 inline constexpr int kEpochShift = 16;     // a flag is the epoch above a 16-bit hash of the launch contract
@@ -104,15 +111,17 @@ class Network;  // host backend only
 
 inline constexpr int kGrantCopies = 2;  // sources of the grants' puts, alternating; two are enough: see grant_credit
 PO_CONSTANT(kGrantCopies)
+PO_FN constexpr int64_t num_grants(int64_t size) { return 2 * size + kGrantCopies; }
+PO_QUERY(num_grants, (int64_t size), num_grants(size))
 
 struct Team {
   int32_t rank;
   int32_t size;
   uint8_t* heap;               // base of this PE's symmetric heap
   const uint64_t* peer_heaps;  // [size] base of each PE's heap as mapped here; 0: not load/store reachable
-  uint64_t grants_offset;      // Grant[size + kGrantCopies], indexed by receiver; the last are copies of this PE's own
-  uint64_t ready_offset;       // uint64_t[size][ready_stride], indexed by sender
-  uint64_t abort_offset;       // uint64_t[size], indexed by the PE that gave up first: epoch, error, blamed PE
+  uint64_t grants_offset;  // Grant[num_grants(size)]: by receiver, copies of this PE's own, by receiver in odd epochs
+  uint64_t ready_offset;   // uint64_t[size][ready_stride], indexed by sender
+  uint64_t abort_offset;   // uint64_t[size], indexed by the PE that gave up first: epoch, error, blamed PE
   uint64_t ready_stride;
   LocalState* local;
   const uint64_t* host_says;  // [size] kLost, kPreparing; in device memory
@@ -133,8 +142,24 @@ PO_FN uint8_t* peer_address(const Team& team, int peer, uint64_t offset) {
   return reinterpret_cast<uint8_t*>(team.peer_heaps[peer]) + offset;
 }
 
+// Whether some peer is not reachable.
+PO_FN bool has_far_peers([[maybe_unused]] const Team& team) {
+#if PO_ON_DEVICE
+  return kPuts;
+#else
+  return team.network != nullptr;
+#endif
+}
+
+PO_FN uint64_t grant_place(const Team& team, int number) {
+  return team.grants_offset + static_cast<uint64_t>(number) * sizeof(Grant);
+}
+
+// Where a receiver's grant of this epoch lies. Puts of two launches have no order. So where some are put, the grants of
+// even and of odd epochs have different places.
 PO_FN uint64_t grant_offset(const Team& team, int receiver) {
-  return team.grants_offset + static_cast<uint64_t>(receiver) * sizeof(Grant);
+  if (has_far_peers(team) && team.epoch % 2 != 0) receiver += team.size + kGrantCopies;  // @grants-alternate
+  return grant_place(team, receiver);
 }
 
 PO_FN uint64_t ready_word_offset(const Team& team, int sender, uint64_t index) {

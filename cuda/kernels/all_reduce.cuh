@@ -164,7 +164,6 @@ struct Kernel {
         count_out(wg, shared);
       });
     }
-    if (shared.plan.all_reachable == 0) put_quiet(shared.plan.team);  // the sources of puts are written again later
   }
 
  private:

@@ -99,8 +99,14 @@ struct Kernel {
     for (uint64_t round = 1; round <= kRounds; ++round) {
       const uint64_t* question = local_word(team, own + kQuestion);
       if (!await_step(team, question, round, kPhaseQuestion, 0, round)) return;
-      signal(team, 0, own + kTime, clock_ns());
-      if (!is_reachable(team, 0)) put_fence(team);
+      const uint64_t now = clock_ns();
+      if (kPuts && !is_reachable(team, 0)) {
+        uint64_t* source = local_word(team, own + kTime);  // free again: PE 0 asks after the last answer
+        flag_store_release_sys(source, now);
+        put_signal(team, 0, own + kTime, source, sizeof(now), own + kAnswer, flag_value(team.epoch, round));
+        continue;
+      }
+      signal(team, 0, own + kTime, now);
       signal(team, 0, own + kAnswer, flag_value(team.epoch, round));
     }
   }

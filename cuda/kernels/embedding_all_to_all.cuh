@@ -6,9 +6,9 @@
 // Protocol: (1) WG 0 grants every peer credit for this epoch, with the place of the output. (2) Warps take tasks (a
 // slice of samples of one table) from a ticket counter, in the order of sched/exchange_order.cuh, and store each pooled
 // row directly into its destination's output. For a destination that is not load/store reachable they fill the staged
-// slice; the warp that sets the last WG_Done bit puts the slice and signals. (3) After its last task for other PEs a WG
+// slice; the warp that sets the last WG_Done bit puts the slice, with its signal, to the receiver's landing area. (3) After its last task for other PEs a WG
 // releases one sliceRdy word at every reachable peer, then works on the remaining local tasks. (4) Each WG waits for
-// its own subset of the arriving words. Measured on H200 (docs/results.md); compiles for sm_80 and later, and for the
+// its own subset of the arriving words, and copies landed slices to the output. Measured on H200 (docs/results.md); compiles for sm_80 and later, and for the
 // host.
 #pragma once
 
@@ -82,7 +82,7 @@ struct Table {
 };
 PO_DESCRIBE(Table, rows, num_rows, row_bytes, column_bytes, staged_bytes, shape)
 
-// Own columns that lie side by side both in a row of output and in a row of the staging area.
+// Columns of one PE that lie side by side both in a row of output and in a row of the staging area.
 struct ColumnRange {
   int64_t column_bytes;
   int64_t staged_bytes;
@@ -90,20 +90,28 @@ struct ColumnRange {
 };
 PO_DESCRIBE(ColumnRange, column_bytes, staged_bytes, bytes)
 
+// A PE as the sender of slices that are put.
+struct Sender {
+  int64_t first_range;  // in Plan::ranges
+  int64_t num_ranges;
+  int64_t bytes_before;  // of an output row, of the PEs before it
+};
+PO_DESCRIBE(Sender, first_range, num_ranges, bytes_before)
+
 struct Plan {
   Team team;
   ExchangeOrder order;
   const Table* tables;
   const int64_t* pe_bytes;  // [size]: bytes of an output row that each PE's tables fill
   const ColumnRange* ranges;
-  int64_t num_ranges;
+  const Sender* senders;  // [size]
   int64_t batch;
   int64_t output_row_bytes;
   uint64_t staging_offset;  // [batch, own columns] in the symmetric heap; used for peers that are not reachable
   int64_t reports_bad_input;
   uint64_t* wg_done;  // bitmasks of the slices for peers that are not reachable; 0 after every launch
 };
-PO_DESCRIBE(Plan, team, order, tables, pe_bytes, ranges, num_ranges, batch, output_row_bytes, staging_offset,
+PO_DESCRIBE(Plan, team, order, tables, pe_bytes, ranges, senders, batch, output_row_bytes, staging_offset,
             reports_bad_input, wg_done)
 
 // Words of a slice's bitmasks for `num_tables` tables: the first has a bit per further word, the others have a bit per
@@ -120,8 +128,9 @@ struct Call {
   int64_t num_indices;
   uint64_t output_offset;
   const LookupSource* sources;  // [size], in place of the lookups of the global batch; read only with Config::sources
+  uint64_t landing_offset;      // [samples, own columns] of each sender that is not reachable, in this PE's heap
 };
-PO_DESCRIBE(Call, indices, offsets, weights, num_indices, output_offset, sources)
+PO_DESCRIBE(Call, indices, offsets, weights, num_indices, output_offset, sources, landing_offset)
 
 struct Shared {
   Plan plan;
@@ -249,6 +258,12 @@ class RowStore {
   int32_t stride_ = 0;  // a row of output has less than 2 GiB
 };
 
+// Where a row from `sender` lands, from the begin of the receiver's landing area. `row`: of the receiver's output.
+PO_FN uint64_t landing_place(const Plan& plan, int sender, int receiver, int64_t row) {
+  return static_cast<uint64_t>(plan.order.num_samples(receiver) * plan.senders[sender].bytes_before +
+                               row * plan.pe_bytes[sender]);
+}
+
 // ---- one warp's work ------------------------------------------------------------------------------------------------
 
 template <class Traits>
@@ -275,11 +290,6 @@ class Worker {
       }
       position_ = wg_.num_warps() * wg_.count() + warp_.shuffle(ticket, 0);  // @ticket-of-lanes
     }
-  }
-
-  // The staged slices may be overwritten after this call.
-  PO_FN void complete_puts() const {
-    if (has_put_) put_quiet(plan_.team);  // @staging-quiet
   }
 
  private:
@@ -367,25 +377,18 @@ class Worker {
     if (await_credit(plan_.team, task.destination)) put_slice(task);  // @credit-before-puts
   }
 
-  // Sends the slice: its rows, range by range, a fence, its sliceRdy word.
+  // Puts the slice, with its sliceRdy word.
   PO_FN void put_slice(const Task& task) {
     const Team& team = plan_.team;
-    const uint64_t output = granted_output(team, task.destination);
+    const uint64_t landing = granted_output(team, task.destination);
     const BagRange bags = bags_of(plan_.order, task, 0, 1);
     fence_acq_rel_sys();  // publishes the staged rows of all the slice's warps, acquired through WG_Done, to the network
-    for (int64_t bag = bags.first; bag < bags.first + bags.count; ++bag) {
-      const int64_t row = (bag - plan_.order.batch_start[task.destination]) * plan_.output_row_bytes;
-      const uint8_t* staged = team.heap + plan_.staging_offset + bag * plan_.pe_bytes[team.rank];
-      for (int64_t i = 0; i < plan_.num_ranges; ++i) {  // @put-ranges
-        const ColumnRange& range = plan_.ranges[i];
-        put_nbi(team, task.destination, output + static_cast<uint64_t>(row + range.column_bytes),
-                staged + range.staged_bytes, static_cast<uint64_t>(range.bytes));
-      }
-    }
-    put_fence(team);
-    signal(team, task.destination, ready_word_offset(team, team.rank, static_cast<uint64_t>(task.slice)),
-           launch_flag(team));
-    has_put_ = true;
+    const int64_t row_bytes = plan_.pe_bytes[team.rank];
+    put_signal(team, task.destination,
+               landing + landing_place(plan_, team.rank, task.destination,
+                                       bags.first - plan_.order.batch_start[task.destination]),
+               team.heap + plan_.staging_offset + bags.first * row_bytes, static_cast<uint64_t>(bags.count * row_bytes),
+               ready_word_offset(team, team.rank, static_cast<uint64_t>(task.slice)), launch_flag(team));
   }
 
   static PO_FN uint64_t all_bits(int64_t count) { return count >= 64 ? ~0ull : (1ull << count) - 1; }
@@ -396,7 +399,6 @@ class Worker {
   RowStore store_;
   Warp warp_;
   int32_t position_;
-  bool has_put_ = false;
 };
 
 // ---- arrival --------------------------------------------------------------------------------------------------------
@@ -432,6 +434,47 @@ PO_FN void await_ready(const WorkGroup& wg, const Plan& plan) {
   }
 }
 
+// Copies columns of a row that came during the launch, in units of 16 bytes, or of 2 where addresses do not allow that.
+PO_FN void copy_columns(const Warp& warp, uint8_t* target, const uint8_t* source, int64_t bytes) {
+  const auto copy = [&]<int kBytes>() {
+    for (int64_t at = warp.rank() * kBytes; at < bytes; at += warp.size() * kBytes) {
+      store_vector<kBytes>(target + at, load_shared_vector<kBytes>(source + at));
+    }
+  };
+  const uint64_t places = reinterpret_cast<uint64_t>(target) | reinterpret_cast<uint64_t>(source);
+  if ((places | static_cast<uint64_t>(bytes)) % 16 == 0) {
+    copy.template operator()<16>();
+  } else {
+    copy.template operator()<2>();
+  }
+}
+
+// Copies the slices that this WG has awaited from the landing area to the output. Senders lay their columns side by
+// side.
+PO_FN void unpack_slices(const WorkGroup& wg, const Plan& plan, const Call& call) {
+  const Team& team = plan.team;
+  const Warp warp;
+  if (is_aborted(team)) return;
+  const int64_t samples = plan.order.num_samples(team.rank);
+  for (int sender = 0; sender < team.size; ++sender) {
+    if (is_reachable(team, sender)) continue;
+    const Sender& from = plan.senders[sender];
+    const uint8_t* landed = team.heap + call.landing_offset + landing_place(plan, sender, team.rank, 0);
+    for (int64_t slice = wg.index(); slice < plan.order.num_slices(team.rank); slice += wg.count()) {
+      const int64_t begin = slice * plan.order.slice_samples;
+      const int64_t end = min_of(begin + plan.order.slice_samples, samples);
+      for (int64_t row = begin + wg.warp_index(); row < end; row += wg.num_warps()) {
+        uint8_t* target = team.heap + call.output_offset + row * plan.output_row_bytes;
+        for (int64_t i = 0; i < from.num_ranges; ++i) {  // @unpack-ranges
+          const ColumnRange& range = plan.ranges[from.first_range + i];
+          copy_columns(warp, target + range.column_bytes, landed + row * plan.pe_bytes[sender] + range.staged_bytes,
+                       range.bytes);
+        }
+      }
+    }
+  }
+}
+
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
 template <Config kConfig>
@@ -446,7 +489,7 @@ struct Kernel {
   static PO_FN void run(const WorkGroup& wg, Shared& shared, const Call& call) {
     const Plan& plan = shared.plan;
     begin_launch(shared.plan.team, wg);
-    if (wg.index() == 0) grant_credit(plan.team, wg, call.output_offset);
+    if (wg.index() == 0) grant_credit(plan.team, wg, call.output_offset, call.landing_offset);
 
     Worker<Traits> worker(wg, plan, call);
     // In a loop, the code of tasks is compiled once. It is most of the kernel.
@@ -459,11 +502,15 @@ struct Kernel {
       }
       worker.run_until(round == 0 ? plan.order.num_leading() : plan.order.num_positions());  // @leading-tasks
     }
-    worker.complete_puts();
 
     if (!Traits::kSources && wg.index() == 0 && wg.rank() == 0) check_outer_offsets<Traits>(plan, call);
     if (wg.index() == 0) await_all_credits(plan.team, wg);  // @meet-every-peer
     await_ready(wg, plan);
+    if (has_far_peers(plan.team)) {
+      // @landed-known
+      wg.sync();  // hands what each thread has acquired to all
+      unpack_slices(wg, plan, call);
+    }
     const auto rows = static_cast<uint64_t>(plan.order.num_samples(plan.team.rank));
     leave_launch(plan.team, wg, &shared.is_last, call.output_offset,
                  rows * static_cast<uint64_t>(plan.output_row_bytes));

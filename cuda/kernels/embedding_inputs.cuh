@@ -40,7 +40,8 @@ struct Traits {
   static constexpr bool kWeighted = kConfig.weighted;
   static constexpr int kThreads = kConfig.threads;
   // At most 64 registers per thread. With two warps, a WG finds room beside others on an SM (embedding_inputs.md).
-  static constexpr int kBlocksPerSm = 1024 / kThreads;
+  // NVSHMEM's puts need more.
+  static constexpr int kBlocksPerSm = (kPuts ? 512 : 1024) / kThreads;
 };
 
 // ---- arrival --------------------------------------------------------------------------------------------------------
@@ -64,9 +65,15 @@ PO_FN void publish(const Plan& plan, const Call& call) {
     const Sender& sender = plan.senders[pe];
     const uint8_t* region = team.heap + call.regions_offset + sender.region_offset;
     const auto* header = reinterpret_cast<const Header*>(region);
-    const Region parts =
+    Region parts =
         region_of(self.num_slots, plan.max_samples, sender.capacity, sizeof(typename Traits::Index), Traits::kWeighted);
     const bool is_here = !aborted && header->left_out == 0;
+    if constexpr (kPuts) {
+      if (!is_reachable(team, pe)) {  // see parts_of
+        parts = region_of(self.num_slots, is_here ? header->samples : 0, is_here ? header->count : 0,
+                          sizeof(typename Traits::Index), Traits::kWeighted);
+      }
+    }
     const int64_t samples = aborted ? 0 : header->samples;
     LookupSource& source = call.sources[pe];
     source.indices = region + parts.indices;
@@ -125,9 +132,7 @@ struct Kernel {
     begin_launch(shared.plan.team, wg);
     if (wg.index() == 0) grant_credit(plan.team, wg, call.regions_offset);
     if (shared.gave_up == 0 && Finder<Traits>(wg, shared, call).run()) {
-      Messenger<Traits> messenger(wg, shared, call);
-      messenger.run();
-      messenger.complete_puts();
+      Messenger<Traits>(wg, shared, call).run();
     }
     if (wg.index() == 0) await_all_credits(plan.team, wg);
     if (wg.index() == 0) await_lookups(wg, plan.team);

@@ -101,11 +101,6 @@ class Returner {
     }
   }
 
-  // The sources of puts may be overwritten after this call.
-  PO_FN void complete_puts() const {
-    if (has_put_) put_quiet(team_);  // @returns-quiet
-  }
-
  private:
   static constexpr int kChunksAtOnce = 4;
 
@@ -160,13 +155,10 @@ class Returner {
     plan_.sent[target] = 0;                                                      // @returns-reset
     if (!is_reachable(team_, target)) {
       fence_acq_rel_sys();  // makes what all warps have copied, acquired through the count, visible to the network
-      const auto bytes = static_cast<uint64_t>(count(target)) * sizeof(float);
-      const uint8_t* source = team_.heap + plan_.peers[target].outgoing_offset;
-      if (bytes != 0) put_nbi(team_, target, offset_at(target), source, bytes);
-      put_fence(team_);  // @returns-fence
-      has_put_ = true;
     }
-    signal(team_, target, ready_word_offset(team_, team_.rank, 0), launch_flag(team_));
+    put_signal(team_, target, offset_at(target), team_.heap + plan_.peers[target].outgoing_offset,
+               static_cast<uint64_t>(count(target)) * sizeof(float), ready_word_offset(team_, team_.rank, 0),
+               launch_flag(team_));
   }
 
   const WorkGroup& wg_;
@@ -175,7 +167,6 @@ class Returner {
   const Call& call_;
   const Warp warp_{};
   Credits credits_;
-  bool has_put_ = false;
 };
 
 // ---- what has come back ---------------------------------------------------------------------------------------------
@@ -303,9 +294,7 @@ struct Kernel {
     begin_launch(shared.plan.team, wg);
     if (wg.index() == 0) grant_credit(plan.team, wg, 0);
     if (plan.team.size > 1) {
-      Returner returner(wg, plan, call);
-      returner.run();
-      returner.complete_puts();
+      Returner(wg, plan, call).run();
     }
     Adder(wg, plan, call).run();
     if (wg.index() == 0) await_all_credits(plan.team, wg);

@@ -221,7 +221,6 @@ struct Kernel {
     shared.told.await(0);                                                                             // @epoch-told
     if (Pipeline::serving_index(wg) == 0 && keeps_credits(wg)) await_all_credits(plan.team, Warp());  // @gemv-credits
     exchange.receive();
-    if (plan.packets.all_reachable == 0) put_quiet(plan.team);  // sources of puts are written again two epochs later
   }
 
   // The first serving warp publishes the epoch to the others; in one WG it grants credit. Serving warps only.

@@ -67,7 +67,7 @@ struct Plan {
   RowSets sets;
   int64_t row_bytes;
   int64_t capacity;          // rows that the result has room for
-  uint64_t progress_offset;  // in every heap: uint64_t[size][workers], by sender
+  uint64_t progress_offset;  // in every heap: uint64_t[size][workers], by sender; flags of what is put (RowTransfer)
   int64_t num_workers;       // warps of all WGs
   uint64_t gather_offset;    // in every heap: float[size][capacity][columns], by contributor; "allgather" only
   uint64_t low_offset;       // in this PE's heap, or 0: room for low halves, [capacity][row_bytes]
@@ -170,8 +170,6 @@ struct Kernel {
     if (wg.index() == 0) grant_credit(team, wg, call.output_offset);
     exchange(wg, shared, call, count_entries(wg, plan, call));
     mark(wg, shared, 3);
-    // @rows-quiet
-    if (plan.all_reachable == 0) put_quiet(team);  // the sources of puts may be written again
     leave_launch(team, wg, &shared.is_last, call.output_offset, static_cast<uint64_t>(plan.capacity * plan.row_bytes));
     if (wg.index() == 0 && wg.rank() == 0) tell_phases(shared);
   }

@@ -1,10 +1,10 @@
 // The host backend's stand-in for a network: a proxy thread per PE that applies puts late and out of order. Kernels see
 // it as a Network; it is compiled once for all of them.
 //
-// Between two fences it picks the next operation at random, after a random delay. A fence orders operations of its own
-// thread to the same peer only. Compiled for the host alone.
+// It picks the next operation at random, after a random delay. Compiled for the host alone.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
@@ -41,11 +41,20 @@ class DelayedNetwork final : public Network {
     proxy_.join();
   }
 
-  void put(int peer, uint64_t offset, const void* source, uint64_t bytes) override {
-    enqueue({peer, offset, source, bytes, 0, {}, 0});
+  void signal(int peer, uint64_t offset, uint64_t value) override {
+    enqueue({peer, 0, nullptr, 0, offset, value}, kSignals);
   }
 
-  void signal(int peer, uint64_t offset, uint64_t value) override { enqueue({peer, offset, nullptr, 0, value, {}, 0}); }
+  void put_signal(int peer, uint64_t offset, const void* source, uint64_t bytes, uint64_t flag_offset,
+                  uint64_t value) override {
+    {
+      std::lock_guard lock(mutex_);
+      uint64_t& last = announced_[{peer, flag_offset}];
+      if (last == value) ++counts_[kRepeats];
+      last = value;
+    }
+    enqueue({peer, offset, source, bytes, flag_offset, value}, kPutSignals);
+  }
 
   // Overtakes pending operations, as a network may.
   void get(int peer, uint64_t offset, void* target, uint64_t bytes) override {
@@ -53,49 +62,37 @@ class DelayedNetwork final : public Network {
     std::memcpy(target, reinterpret_cast<const uint8_t*>(peer_heaps_[static_cast<size_t>(peer)]) + offset, bytes);
   }
 
-  void fence() override {
-    std::lock_guard lock(mutex_);
-    ++generations_[std::this_thread::get_id()];
-  }
-
   void quiet() override {
     std::unique_lock lock(mutex_);
+    ++counts_[kQuiets];
     changed_.wait(lock, [this] { return pending_.empty() && !busy_; });
+  }
+
+  // How many of each kind there have been: signals, puts with their signals (and among them, with what the same flag had
+  // last), quiets.
+  enum Count { kSignals, kPutSignals, kRepeats, kQuiets, kNumCounts };
+  void copy_counts(uint64_t* counts) {
+    std::lock_guard lock(mutex_);
+    std::copy(counts_, counts_ + kNumCounts, counts);
   }
 
  private:
   struct Operation {
     int peer;
     uint64_t offset;
-    const void* source;  // null: a signal
+    const void* source;
     uint64_t bytes;
+    uint64_t flag_offset;
     uint64_t value;
-    std::thread::id thread;
-    uint64_t generation;  // number of fences that its thread has made before
   };
 
-  void enqueue(Operation operation) {
+  void enqueue(const Operation& operation, Count kind) {
     {
       std::lock_guard lock(mutex_);
-      operation.thread = std::this_thread::get_id();
-      operation.generation = generations_[operation.thread];
+      ++counts_[kind];
       pending_.push_back(operation);
     }
     changed_.notify_all();
-  }
-
-  // Any pending operation may be next unless an older generation of its thread to the same peer is pending.
-  size_t choose() {
-    oldest_.clear();
-    for (const Operation& operation : pending_) {
-      const auto found = oldest_.emplace(std::pair(operation.thread, operation.peer), operation.generation);
-      if (operation.generation < found.first->second) found.first->second = operation.generation;
-    }
-    eligible_.clear();
-    for (size_t i = 0; i < pending_.size(); ++i) {
-      if (pending_[i].generation == oldest_[{pending_[i].thread, pending_[i].peer}]) eligible_.push_back(i);
-    }
-    return eligible_[random_() % eligible_.size()];
   }
 
   void run() {
@@ -109,7 +106,7 @@ class DelayedNetwork final : public Network {
         usleep(static_cast<useconds_t>(delay));
         lock.lock();
       }
-      const size_t index = choose();
+      const size_t index = random_() % pending_.size();
       const Operation operation = pending_[index];
       pending_.erase(pending_.begin() + static_cast<ptrdiff_t>(index));
       busy_ = true;
@@ -122,24 +119,20 @@ class DelayedNetwork final : public Network {
   }
 
   void apply(const Operation& operation) {
-    auto* target = reinterpret_cast<uint8_t*>(peer_heaps_[static_cast<size_t>(operation.peer)]) + operation.offset;
-    if (operation.source == nullptr) {
-      // Releases the puts that this thread has applied, as the target's memory would show them.
-      flag_store_release_sys(reinterpret_cast<uint64_t*>(target), operation.value);
-    } else {
-      std::memcpy(target, operation.source, operation.bytes);
-    }
+    auto* heap = reinterpret_cast<uint8_t*>(peer_heaps_[static_cast<size_t>(operation.peer)]);
+    if (operation.bytes != 0) std::memcpy(heap + operation.offset, operation.source, operation.bytes);
+    // Releases the puts that this thread has applied, as the target's memory would show them.
+    flag_store_release_sys(reinterpret_cast<uint64_t*>(heap + operation.flag_offset), operation.value);
   }
 
   const std::vector<uint64_t> peer_heaps_;
-  std::map<std::thread::id, uint64_t> generations_;  // of each thread: its fences so far
   const uint64_t max_delay_us_;
   std::mt19937_64 random_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Operation> pending_;
-  std::map<std::pair<std::thread::id, int>, uint64_t> oldest_;  // generation pending, of each thread to each peer
-  std::vector<size_t> eligible_;
+  uint64_t counts_[kNumCounts] = {};
+  std::map<std::pair<int, uint64_t>, uint64_t> announced_;  // by peer and flag: the last value
   bool busy_ = false;
   bool stopping_ = false;
   std::thread proxy_;

@@ -23,3 +23,8 @@ PO_EXPORT void* po_network_create(const uint64_t* peer_heaps, int world_size, ui
 PO_EXPORT void po_network_destroy(void* network) { delete static_cast<po::Network*>(network); }
 
 PO_EXPORT void po_network_quiet(void* network) { static_cast<po::Network*>(network)->quiet(); }
+
+// For tests: see DelayedNetwork::Count.
+PO_EXPORT void po_network_counts(void* network, uint64_t* counts) {
+  static_cast<po::DelayedNetwork*>(static_cast<po::Network*>(network))->copy_counts(counts);
+}

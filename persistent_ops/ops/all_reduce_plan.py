@@ -159,8 +159,14 @@ def _room(heap_bytes: int) -> int:
     return min(room_bytes, heap_bytes // _HEAP_PARTS)
 
 
-def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
-    """Return the areas in a heap of so many bytes; that of the slices is below 0 where there is no room."""
+def room_needs(world_size: int, heap_bytes: int, *, puts: bool = False) -> list[Need]:
+    """Return the areas in a heap of so many bytes; that of the slices is below 0 where there is no room.
+
+    Args:
+        world_size: number of PEs.
+        heap_bytes: see above.
+        puts: whether some peers are not reachable.
+    """
     room, constants = _room(heap_bytes), OPERATOR.description.constants
     packets = int(room * _PACKET_SHARE) // 512 * 512
     flags = 2 * (packets // 4 // constants["kBlockBytes"]) * 8
@@ -169,7 +175,7 @@ def room_needs(world_size: int, heap_bytes: int) -> list[Need]:
         Need(_PACKETS, packets, fill=-1, is_restored=True),
         Need(_FLAGS, flags, fill=0),
         Need(_SLICES, room // 512 * 512 - packets - flags - turns, fill=-1, is_restored=True),
-        Need(_TURNS, turns, fill=0),
+        Need(_TURNS, turns * (constants["kPutWords"] if puts else 1), fill=0),
     ]
 
 
@@ -188,7 +194,7 @@ def reserve_room(world: World) -> None:
             f"heap_size: all_reduce uses 1/8 of the heap, and its {_room(heap_bytes)} bytes are {lacking(heap_bytes)} "
             f"bytes too few; pass heap_size >= {enough} to po.init()"
         )
-    needs = room_needs(world.size, heap_bytes)
+    needs = room_needs(world.size, heap_bytes, puts=not world.all_reachable)
     OPERATOR.state(world).areas.reserve(needs, lambda: _ROOM.contract(world.team, _room(heap_bytes)))
 
 
@@ -223,8 +229,8 @@ def _is_flat(key: AllReduceKey) -> bool:
 
 
 def _part_bytes(team: Team, nbytes: int) -> int:
-    """Return a share of the packets' area: elements and sums, in two parities; copies of both where some are put."""
-    return nbytes // (4 if team.all_reachable else 6) // 512 * 512
+    """Return a share of the packets' area: elements, sums, and copies of both where some are put; in two parities."""
+    return nbytes // (4 if team.all_reachable else 8) // 512 * 512
 
 
 def _most_packet_blocks(world: World, key: AllReduceKey) -> int:
@@ -234,7 +240,7 @@ def _most_packet_blocks(world: World, key: AllReduceKey) -> int:
     places = _part_bytes(team, nbytes) // OPERATOR.prepare(world).constants["kBlockBytes"]
     # A PE has places for all elements that it adds up, of the PEs: all of each one, or its own blocks.
     most = places // team.size * (team.size if key.algorithm == "two_shot" else 1)
-    return most if team.all_reachable else min(most, world.workspace.max_ready_words // 2)
+    return most if team.all_reachable else min(most, world.workspace.max_ready_words // 4)
 
 
 def _blocks_per_row(world: World, key: AllReduceKey) -> int:

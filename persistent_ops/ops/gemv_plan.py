@@ -228,7 +228,7 @@ def _most_tiles(world: World, key: GemvKey) -> int:
             "po.init()"
         )
     most = min(most, partials_bytes // (tile_bytes * team.size))
-    return most if team.all_reachable else min(most, world.workspace.max_ready_words // 2)
+    return most if team.all_reachable else min(most, world.workspace.max_ready_words // 4)
 
 
 class _Division(NamedTuple):

@@ -345,12 +345,19 @@ def warps_of(backend_name: str) -> int:
     return OPERATOR.description.constants["kMaxWarps"] if backend_name == "host" else _THREADS // warp_size()
 
 
-def room_needs(world_size: int, layout: Layout, workers: int) -> list[Need]:
-    """Return the areas of every launch with so many warps."""
-    num_words = _words_of(layout)
+def room_needs(world_size: int, layout: Layout, workers: int, put_rows: int = 0, last: int = 0) -> list[Need]:
+    """Return the areas of every launch.
+
+    Args:
+        world_size, layout: see above.
+        workers: warps of a launch.
+        put_rows: where some peers are not reachable, rows for which the result has room.
+        last: bytes that the area with flags of rows had.
+    """
+    num_words, flags = _words_of(layout), (world_size + 1) * put_rows  # `RowTransfer::flag_offset`
     return [
         Need("headers", world_size * 8, fill=0),
-        Need("progress", world_size * workers * 8, fill=0),
+        Need("progress", (world_size * workers + flags) * 8, last + last // 2 if flags else 0, fill=0),
         Need("planes", world_size * num_words * 8, world_size * _power_of_two(num_words) * 8),
     ]
 
@@ -379,7 +386,7 @@ class SparsePlan(Plan):
         tuning: Tuning = key.tuning or OPERATOR.default_tuning
         is_host = backend.name == "host"
         grid = tuning.work_groups or (HOST_WORK_GROUPS if is_host else backend.num_sms * backend.default_blocks_per_sm)
-        self._grid = grid = min(grid, world.workspace.max_ready_words)
+        self._grid = grid = min(grid, world.workspace.max_ready_words - 1)  # a header that is put has a word, too
         workers = grid * warps_of(backend.name)
         num_words = _words_of(layout)
         self._world, self._key, self._areas = world, key, OPERATOR.state(world).areas
@@ -420,7 +427,8 @@ class SparsePlan(Plan):
     def _reserve(self, num_words: int, workers: int, own: Need | None) -> None:
         """Prepare the memory that every launch needs; collective where the symmetric areas must grow."""
         constants, areas, key = OPERATOR.description.constants, self._areas, self._key
-        needs = room_needs(key.team.size, key.layout, workers)
+        put_rows = 0 if key.team.all_reachable else key.capacity
+        needs = room_needs(key.team.size, key.layout, workers, put_rows, areas.nbytes_of("progress"))
         if key.gathers:
             last = areas.nbytes_of(_GATHER)
             needs.append(gather_need(key.team.size, key.layout, key.capacity)._replace(room=last + last // 2))

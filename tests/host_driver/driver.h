@@ -228,7 +228,7 @@ class BasePe {
     const auto pes = static_cast<uint64_t>(size);
     po::Team& team = plan.team;
     take(kUnusedBytes);  // where stores without credit go: over credits, they would crash later launches
-    team.grants_offset = take((pes + 2) * sizeof(po::Grant));
+    team.grants_offset = take(static_cast<uint64_t>(po::num_grants(size)) * sizeof(po::Grant));
     team.ready_offset = take(pes * ready_stride * sizeof(uint64_t));
     team.abort_offset = take(pes * sizeof(uint64_t));
     team.rank = rank;
@@ -257,7 +257,8 @@ class BasePe {
     plan.team.peer_heaps = peer_heaps.data();
     network = std::make_unique<po::DelayedNetwork>(all.data(), size, static_cast<uint64_t>(number("--delay-us")),
                                                    static_cast<uint64_t>(rank + 1));
-    plan.team.network = network.get();
+    const bool has_far_peers = std::count(peer_heaps.begin(), peer_heaps.end(), uint64_t{0}) != 0;
+    plan.team.network = has_far_peers ? network.get() : nullptr;
   }
 
   void run() {
@@ -307,7 +308,9 @@ class BasePe {
   virtual void check_traces() const {
     const po::Team& team = plan.team;
     for (int sender = 0; sender < size; ++sender) {
-      check_trace("credit", sender, *po::local_word(team, po::grant_offset(team, sender)));
+      for (const int place : {sender, size + po::kGrantCopies + sender}) {  // of even epochs, of odd ones
+        check_trace("credit", sender, *po::local_word(team, po::grant_place(team, place)));
+      }
       for (uint64_t i = 0; i < team.ready_stride; ++i) {
         check_trace("sliceRdy word", sender, *po::local_word(team, po::ready_word_offset(team, sender, i)));
       }

@@ -25,6 +25,7 @@ using po::embedding_all_to_all::ColumnRange;
 using po::embedding_all_to_all::Config;
 using Kernel = po::embedding_all_to_all::Kernel<Config{.shapes = 3, .rows_in_flight = 4}>;
 using po::embedding_all_to_all::Plan;
+using po::embedding_all_to_all::Sender;
 using po::embedding_all_to_all::Table;
 
 constexpr int kNumRows = 37;              // of every table
@@ -151,11 +152,20 @@ class Pe final : public driver::BasePe<Plan, World> {
       const int64_t column = world.columns[rank][t];
       tables_.push_back(
           {reinterpret_cast<const uint8_t*>(rows_.back().data()), kNumRows, 4 * dim, column, staged, shape});
-      if (ranges_.empty() || ranges_.back().column_bytes + ranges_.back().bytes != column) {
-        ranges_.push_back({column, staged, 0});
-      }
-      ranges_.back().bytes += 4 * dim;
       staged += 4 * dim;
+    }
+    int64_t before = 0;
+    for (int pe = 0; pe < world.size; ++pe) {
+      const auto first = static_cast<int64_t>(ranges_.size());
+      for (int64_t t = 0, side = 0; t < world.tables[pe]; side += 4 * world.dim(pe, t++)) {
+        const int64_t column = world.columns[pe][t];
+        const bool begins = static_cast<int64_t>(ranges_.size()) == first;
+        if (begins || ranges_.back().column_bytes + ranges_.back().bytes != column)
+          ranges_.push_back({column, side, 0});
+        ranges_.back().bytes += 4 * world.dim(pe, t);
+      }
+      senders_.push_back({first, static_cast<int64_t>(ranges_.size()) - first, before});
+      before += world.pe_bytes[pe];
     }
   }
 
@@ -165,6 +175,7 @@ class Pe final : public driver::BasePe<Plan, World> {
     take(static_cast<uint64_t>(rank) * 256);
     plan.staging_offset = take(static_cast<uint64_t>(world.batch_start.back()) * own_bytes);
     for (uint64_t& output : outputs_) output = take(output_bytes());
+    landing_offset_ = take(output_bytes());
     allocate_heap();
     fill_outputs();
   }
@@ -197,7 +208,7 @@ class Pe final : public driver::BasePe<Plan, World> {
     plan.tables = tables_.data();
     plan.pe_bytes = world.pe_bytes.data();
     plan.ranges = ranges_.data();
-    plan.num_ranges = static_cast<int64_t>(ranges_.size());
+    plan.senders = senders_.data();
     plan.batch = world.batch_start.back();
     plan.output_row_bytes = world.row_bytes();
     plan.reports_bad_input = 1;
@@ -256,8 +267,8 @@ class Pe final : public driver::BasePe<Plan, World> {
         offsets.push_back(static_cast<int64_t>(indices.size()));
       }
     }
-    const Call call{indices.data(),        offsets.data(), nullptr, static_cast<int64_t>(indices.size()),
-                    output_offset(launch), nullptr};
+    const Call call{indices.data(),        offsets.data(), nullptr,        static_cast<int64_t>(indices.size()),
+                    output_offset(launch), nullptr,        landing_offset_};
     launch_on_host<Kernel>(plan_of(launch), call);
   }
 
@@ -355,6 +366,8 @@ class Pe final : public driver::BasePe<Plan, World> {
   std::vector<std::vector<float>> rows_;
   std::vector<Table> tables_;
   std::vector<ColumnRange> ranges_;
+  std::vector<Sender> senders_;
+  uint64_t landing_offset_ = 0;
   uint64_t outputs_[2] = {};
   std::vector<uint64_t> wg_done_;
 };

@@ -87,9 +87,11 @@ class Pe final : public driver::BasePe<Plan> {
     const auto has_come = [&](const uint64_t& flag) {
       return po::epoch_of(__atomic_load_n(&flag, __ATOMIC_RELAXED)) >= epoch;
     };
+    po::Team next = plan.team;
+    next.epoch = epoch;
     for (int sender = 0; sender < size; ++sender) {
       if (sender == rank) continue;
-      driver::wait_until([&] { return has_come(*po::local_word(plan.team, po::grant_offset(plan.team, sender))); });
+      driver::wait_until([&] { return has_come(*po::local_word(next, po::grant_offset(next, sender))); });
       for (int64_t i = sender * per_sender; i < (sender + 1) * per_sender; ++i) {
         driver::wait_until([&] { return has_come(sums[i].flag); });
       }

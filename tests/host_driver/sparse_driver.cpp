@@ -72,7 +72,8 @@ class Pe final : public driver::BasePe<Plan> {
     plan.row_bytes = columns * static_cast<int64_t>(sizeof(Storage));
     plan.capacity = capacity;
     plan.num_workers = options.number("--wgs") * options.number("--threads");
-    plan.progress_offset = take(pes * static_cast<uint64_t>(plan.num_workers) * 8);
+    const auto flags = (pes + 1) * static_cast<uint64_t>(number("--capacity"));
+    plan.progress_offset = take((pes * static_cast<uint64_t>(plan.num_workers) + flags) * 8);
     plan.gather_offset = take(pes * static_cast<uint64_t>(capacity * columns) * 4);
     plan.low_offset = take(static_cast<uint64_t>(capacity * plan.row_bytes));
     // Each PE's output lies elsewhere.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mutations import Before, Condition, Drop, Swap
+from mutations import OVERTAKES, Before, Condition, Drop, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
@@ -45,12 +45,12 @@ class Pe final : public driver::BasePe<Plan> {
     plan.sums_offset = take(2 * plan.sums_bytes);
     plan.results_bytes = kPacketBlocks * po::kBlockBytes;
     plan.results_offset = take(2 * plan.results_bytes);
-    plan.copies_offset = take(2 * kPacketBlocks * po::kBlockBytes);
+    plan.copies_offset = take(2 * (plan.sums_bytes + plan.results_bytes));
     plan.flags_bytes = pes * kPacketBlocks * sizeof(uint64_t);
     plan.flags_offset = take(2 * plan.flags_bytes);
     plan.slices_offset = take(3 * way_bytes());
     plan.staging_offset = take(way_bytes());
-    plan.turns_offset = take(pes * kMaxSliceWgs * 8);
+    plan.turns_offset = take(pes * kMaxSliceWgs * kPutWords * 8);
     allocate_heap();
     empty_packets();
     plan.squares = squares.data();
@@ -119,10 +119,8 @@ class Pe final : public driver::BasePe<Plan> {
     const uint64_t* flags = po::local_word(plan.team, plan.flags_offset);
     const auto last = std::max_element(world.epochs.begin(), world.epochs.end()) - world.epochs.begin();
     for (uint64_t i = 0; i < 2 * plan.flags_bytes / 8; ++i) check_trace("flag", static_cast<int>(last), flags[i]);
-    for (int sender = 0; sender < size; ++sender) {
-      const uint64_t* turns = po::local_word(plan.team, plan.turns_offset) + sender * kMaxSliceWgs;
-      for (uint64_t i = 0; i < kMaxSliceWgs; ++i) check_trace("turn", sender, turns[i]);
-    }
+    const uint64_t* turns = po::local_word(plan.team, plan.turns_offset);
+    for (int i = 0; i < kPutWords * size * kMaxSliceWgs; ++i) check_trace("turn", i / kMaxSliceWgs % size, turns[i]);
   }
 
   void clear() override { empty_packets(); }
@@ -185,6 +183,7 @@ int main(int argc, char** argv) { return driver::run<Pe>(argc, argv, options); }
 PLAIN = "--pes=2 --threads=3"
 STEPS = "--pes=2 --threads=3 --rows=24"  # several rows for each warp
 STAGED = "--pes=2 --staged=1 --delay-us=300 --slow-pe=0"
+AHEAD_STAGED = "--pes=3 --rows=3 --staged=1 --delay-us=3000 --epochs=60 --empty-between=1 --timeout-ms=5000"
 NO_ROWS_BETWEEN = "--pes=3 --threads=2 --rows=3 --epochs=40 --empty-between=1 --slow-pe=1 --slow-us=300"
 OTHER_CONTRACT = "--pes=3 --threads=3 --other-pe=1 --trouble-at=3 --epochs=6"
 OTHER_CALL = f"{OTHER_CONTRACT} --other-call=1"
@@ -272,7 +271,9 @@ MUTATIONS = {
     ),
     "results_are_not_read": Mutation(NO_RESULTS, STEPS, {Exit.WRONG_OUTPUT}),  # no race
     "turns_are_not_awaited": Mutation((*NO_RESULTS, Condition("slices-credit", "true")), STEPS, RACE),
-    "steps_lie_in_the_same_places": Mutation((Swap("slices-alternate", "step % kPlaces", "0"),), STEPS, RACE),
+    "steps_lie_in_the_same_places": Mutation(
+        (Swap("slices-alternate", "step % kPlaces", "0"),), STEPS, RACE | {Exit.TIMED_OUT}
+    ),
     "elements_are_sent_before_the_turn": Mutation(
         (Drop("turn-send"), Before("turn-begins", "if (turn < num_steps_) send(turn, elements);")), STEPS, RACE
     ),
@@ -285,8 +286,25 @@ MUTATIONS = {
         (*NO_RESULTS, Swap("step-acquire", "flag_load_acquire_sys", "flag_load_relaxed_sys")), STEPS, RACE
     ),
     "any_turn_will_do": Mutation((*NO_RESULTS, Swap("step-expected", "step", "step != 0")), STEPS, RACE),
-    # A step's word may overtake the word of the next step, which then never comes.
-    "no_fence_behind_put_slices": Mutation((Drop("slices-fence"),), STAGED, RACE | {Exit.TIMED_OUT}),
+    "grants_of_all_epochs_in_one_place": Mutation(
+        (Condition("grants-alternate", "false"),), AHEAD_STAGED, RACE | {Exit.TIMED_OUT}, build="one_shot"
+    ),
+    "one_staging_copy_of_the_grant": Mutation(
+        (Swap("grant-copies", "static_cast<int>(team.epoch % kGrantCopies)", "0"),),
+        AHEAD_STAGED,
+        RACE,
+        build="one_shot",
+    ),
+    "packets_of_all_epochs_have_one_word": Mutation(
+        (Condition("packets-words", "false"),), f"{AHEAD_STAGED} --empty-between=0", RACE, build="one_shot"
+    ),
+    "copies_of_all_epochs_in_one_place": Mutation((Drop("copies-alternate"),), STAGED, RACE, build="one_shot"),
+    "signals_overtake_put_packets": Mutation((OVERTAKES,), STAGED, RACE, build="one_shot"),
+    "signals_overtake_put_slices": Mutation((OVERTAKES,), STAGED, RACE),
+    "turns_of_puts_have_one_word": Mutation(
+        (Swap("put-words", "turn % kPlaces", "0"),), STAGED, RACE | {Exit.TIMED_OUT}
+    ),
+    "elements_and_results_have_one_word": Mutation((Swap("put-words", "are_results", "false"),), STAGED, RACE),
     "put_slices_are_read_before_their_word": Mutation((Swap("slices-lag", "kMaxLag", "1"),), STAGED, RACE),
     "elements_stay_in_their_places": Mutation((Drop("elements-emptied"),), STEPS, {Exit.WRONG_OUTPUT}),
     "results_stay_in_their_places": Mutation((Drop("results-emptied"),), STEPS, RACE | {Exit.WRONG_OUTPUT}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mutations import After, Condition, Drop, Relaxed, Swap
+from mutations import OVERTAKES, After, Condition, Drop, Relaxed, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 # A PE stays away from a launch. The others give up, and run launches after it as a GPU's queue would.
@@ -80,7 +80,7 @@ MUTATIONS = {
     ),
     "epoch_is_not_awaited": Mutation((Drop("epoch-told"),), FEW_TILES, RACE),
     "staged_packets_before_their_word": Mutation((Condition("staged-behind-word", "true"),), STAGED, RACE),
-    "no_fence_behind_put_packets": Mutation((Drop("packets-fence"),), STAGED, RACE),
+    "signals_overtake_put_packets": Mutation((OVERTAKES,), STAGED, RACE),
     "results_are_put_before_they_are_there": Mutation(
         (Drop("results-sync"),), f"{STAGED} --threads=5", RACE, build="two_shot"
     ),

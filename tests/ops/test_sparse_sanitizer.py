@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mutations import After, Before, Condition, Drop, Initial, Relaxed, Swap
+from mutations import OVERTAKES, After, Before, Condition, Drop, Initial, Relaxed, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 CASES = {
@@ -77,11 +77,11 @@ MUTATIONS = {
         RACE,
     ),
     "progress_does_not_acquire": Mutation((Relaxed("flag-acquire"),), PLAIN, RACE),
-    "progress_before_what_was_put": Mutation(
-        (Drop("progress-fence"),), f"{STAGED} --timeout-ms=5000", RACE | {Exit.TIMED_OUT}
-    ),
-    "sets_before_what_was_put": Mutation((Drop("sets-fence"),), STAGED, RACE),
-    "leaves_with_puts_under_way": Mutation((Drop("rows-quiet"),), STAGED, RACE),
+    "put_shares_are_not_awaited": Mutation((Drop("put-shares-await"),), STAGED, RACE),
+    "put_rows_are_not_awaited": Mutation((Drop("put-rows-await"),), STAGED, RACE | {Exit.WRONG_OUTPUT}),
+    "signals_overtake_put_sets": Mutation((OVERTAKES,), STAGED, RACE),
+    "put_headers_are_not_awaited": Mutation((Drop("header-await"),), f"{STAGED} --delay-us=2000", RACE, "bfloat16"),
+    "leaves_with_puts_under_way": Mutation((Drop("last-quiet"),), STAGED, RACE),
 }
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from host_driver.build import CUDA
 
 __all__ = [
+    "OVERTAKES",
     "After",
     "Before",
     "Condition",
@@ -92,6 +93,10 @@ class Initial:
 
 
 Edit = Drop | Condition | Swap | Relaxed | Before | After | Initial
+
+_PUT_SIGNAL = "team.network->put_signal(peer, offset, source, bytes, flag_offset, value)"
+OVERTAKES = Swap("signal-after-put", _PUT_SIGNAL, f"team.network->signal(peer, flag_offset, value), {_PUT_SIGNAL}")
+"""Signals may overtake the puts that they belong to."""
 
 
 def tags(root: Path = CUDA) -> dict[str, Path]:

@@ -119,7 +119,9 @@ class PacketReduce {
     return {results_offset(block), copy_offset(call_.rows.num_blocks + block)};
   }
   PO_FN uint64_t copy_offset(int number) const {
-    return plan_.copies_offset + static_cast<uint64_t>(number) * kBlockBytes;
+    uint64_t offset = plan_.copies_offset + static_cast<uint64_t>(number) * kBlockBytes;
+    if constexpr (kPuts) offset += parity() * (plan_.sums_bytes + plan_.results_bytes);  // @copies-alternate
+    return offset;
   }
 
   // A lane's packets lie as its chunks do, so that a warp's stores fill lines.
@@ -215,7 +217,7 @@ class PacketReduce {
   // A staged packet is read only after its word has come: the network may still be writing the packet.
   PO_FN bool is_announced(int sender, Phase phase, int block, int ready_index) const {
     if (is_near(sender)) return true;  // @packets-behind-word
-    const uint64_t* word = local_word(team_, ready_word_offset(team_, sender, static_cast<uint64_t>(ready_index)));
+    const uint64_t* word = local_word(team_, packets_word_offset(team_, sender, ready_index));
     return await_epoch(team_, word, phase, sender, static_cast<uint64_t>(block), has_given_up_);
   }
 

@@ -20,11 +20,13 @@ inline constexpr int kMaxLag = 2;  // turns from a packet to its use, if it is p
 inline constexpr int kPlaces = 4;  // of a counterpart; more of them would not stay in the L2 cache
 inline constexpr int kMaxSteps = (1 << kEpochShift) - 2 * kMaxLag;  // of a launch: turns are counted below the epoch
 inline constexpr int kMaxSliceWgs = 1024;                           // the WGs' words have fixed places in every launch
+inline constexpr int kPutWords = 2 * kPlaces;  // of a WG, if slices are put to it: of elements, of results
 PO_CONSTANT(kPhaseSlice)
 PO_CONSTANT(kPhaseTurn)
 PO_CONSTANT(kPlaces)
 PO_CONSTANT(kMaxSteps)
 PO_CONSTANT(kMaxSliceWgs)
+PO_CONSTANT(kPutWords)
 
 // What the warps of a WG hand to each other.
 struct Turns {
@@ -119,6 +121,13 @@ class SliceReduce {
   PO_FN uint64_t word(int pe) const {
     return plan_.turns_offset + static_cast<uint64_t>(pe * kMaxSliceWgs + wg_.index()) * sizeof(uint64_t);
   }
+  // The same of what is put in a turn. Puts have no order, so elements and results of the last kPlaces turns have words
+  // of their own.
+  PO_FN uint64_t put_word(int pe, int turn, bool are_results) const {
+    if constexpr (!kPuts) return word(pe);
+    const int number = turn % kPlaces + (are_results ? kPlaces : 0);  // @put-words
+    return word(pe) + static_cast<uint64_t>(number * team_.size * kMaxSliceWgs) * sizeof(uint64_t);
+  }
   PO_FN int after(int hops) const {
     const int pe = team_.rank + hops;
     return pe < team_.size ? pe : pe - team_.size;
@@ -157,9 +166,17 @@ class SliceReduce {
 
   PO_FN bool may_begin(int pe, int turn) const {
     if (turn == 0) return await_credit(team_, pe);  // @slices-credit
-    if (!is_told(pe, turn - word_turns())) return true;
-    const uint64_t* ended = local_word(team_, word(pe));
-    return await_step(team_, ended, static_cast<uint64_t>(turn - word_turns()) + 1, kPhaseTurn, pe,
+    const int ended = turn - word_turns();
+    if (!is_told(pe, ended)) return true;
+    if constexpr (kPuts) {
+      if (!is_near(pe))
+        return await_turn(pe, put_word(pe, ended, false), ended) && await_turn(pe, put_word(pe, ended, true), ended);
+    }
+    return await_turn(pe, word(pe), ended);
+  }
+
+  PO_FN bool await_turn(int pe, uint64_t word, int ended) const {
+    return await_step(team_, local_word(team_, word), static_cast<uint64_t>(ended) + 1, kPhaseTurn, pe,
                       static_cast<uint64_t>(wg_.index()));
   }
 
@@ -177,15 +194,15 @@ class SliceReduce {
         flag_store_release_sys(reinterpret_cast<uint64_t*>(plan_.heaps[pe] + word(team_.rank)), value);
         continue;
       }
-      const auto put_slice = [&](int step, int owner, uint64_t target, uint64_t source, int copy) {
-        if (step < 0 || first_block(step, owner) >= call_.rows.num_blocks) return;
-        put_nbi(team_, pe, slice_place(target, step, team_.rank), team_.heap + slice_place(source, step, copy),
-                slice_bytes());
+      // A slice of elements for the peer, and one of results for all.
+      const auto put_slice = [&](int step, int owner, uint64_t area, bool are_results) {
+        const bool is_there = step >= 0 && first_block(step, owner) < call_.rows.num_blocks;
+        put_signal(team_, pe, slice_place(area, step, team_.rank),
+                   team_.heap + slice_place(plan_.staging_offset, step, owner), is_there ? slice_bytes() : 0,
+                   put_word(team_.rank, turn, are_results), value);
       };
-      put_slice(turn, pe, plan_.slices_offset, plan_.staging_offset, pe);
-      put_slice(turn - lag_, team_.rank, plan_.returned_offset, plan_.staging_offset, team_.rank);
-      put_fence(team_);  // @slices-fence
-      signal(team_, pe, word(team_.rank), value);
+      if constexpr (kPuts) put_slice(turn - lag_, team_.rank, plan_.returned_offset, true);
+      put_slice(turn, pe, plan_.slices_offset, false);
     }
   }
 

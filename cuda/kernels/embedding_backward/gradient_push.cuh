@@ -15,8 +15,7 @@ class Pusher {
 
   PO_FN Pusher(const Plan& plan, const Call& call) : plan_(plan), team_(plan.team), call_(call) {}
 
-  // Takes pieces in turn. Some WGs begin while lookups are still being sorted, others after the sort. The sources of
-  // puts may be overwritten afterwards.
+  // Takes pieces in turn. Some WGs begin while lookups are still being sorted, others after the sort.
   PO_FN void run() {
     // After a launch that was given up there may still be credit, from a PE that is ahead. One lane decides for the
     // warp.
@@ -34,7 +33,6 @@ class Pusher {
       finish(push, plan_.pushed + at.push);
       piece = warp_.shuffle(next, 0);
     }
-    if (has_put_) put_quiet(team_);  // @outgoing-quiet
   }
 
  private:
@@ -119,12 +117,10 @@ class Pusher {
     const auto owner = static_cast<int>(push.owner);
     if (!is_reachable(team_, owner)) {
       fence_acq_rel_sys();  // publishes what all warps have copied, acquired through the count, to the network
-      put_nbi(team_, owner, staged_offset(push), team_.heap + push.outgoing_offset,
-              static_cast<uint64_t>(plan_.num_samples) * row_bytes(push));
-      put_fence(team_);  // @pushes-fence
-      has_put_ = true;
     }
-    signal(team_, owner, ready_word_offset(team_, team_.rank, static_cast<uint64_t>(push.table)), launch_flag(team_));
+    const uint64_t word = ready_word_offset(team_, team_.rank, static_cast<uint64_t>(push.table));
+    put_signal(team_, owner, staged_offset(push), team_.heap + push.outgoing_offset,
+               static_cast<uint64_t>(plan_.num_samples) * row_bytes(push), word, launch_flag(team_));
   }
 
   const Plan& plan_;
@@ -132,7 +128,6 @@ class Pusher {
   const Call& call_;
   const Warp warp_{};
   Credits credits_;
-  bool has_put_ = false;
 };
 
 // Whether a WG after the first ones pushes too. With few lookups per pushed byte, rows are done early and wait for

@@ -209,7 +209,7 @@ class PacketExchange {
   // A staged packet is read only after its word has come: the network may still be writing the packet.
   PO_FN bool is_announced(int sender, Phase phase, int tile, int ready_index) const {
     if (is_near(sender)) return true;  // @staged-behind-word
-    const uint64_t* word = local_word(team_, ready_word_offset(team_, sender, static_cast<uint64_t>(ready_index)));
+    const uint64_t* word = local_word(team_, packets_word_offset(team_, sender, ready_index));
     return await_epoch(team_, word, phase, sender, static_cast<uint64_t>(tile), has_given_up_);
   }
 

@@ -18,26 +18,31 @@ PO_NOINLINE void report_index(const Plan& plan, const Value* values, int64_t sou
   }
 }
 
-// Puts a message from this PE's heap to an owner that is not reachable and has granted credit.
+// Where the parts of a message lie. A message that is put has no gaps, so that it is one put.
 template <class Traits>
-PO_NOINLINE void put_message(const Plan& plan, const Call& call, const Message& message, int owner_number) {
-  const Team& team = plan.team;
-  const Owner& owner = message.owner;
+PO_FN Region parts_of(const Plan& plan, const Call& call, const Message& message) {
   constexpr auto kIndexBytes = static_cast<int64_t>(sizeof(typename Traits::Index));
-  const Region parts = region_of(owner.num_slots, plan.max_samples, owner.capacity, kIndexBytes, Traits::kWeighted);
-  const uint64_t region = granted_output(team, owner_number) + owner.region_offset;
-  const auto part = [&](uint64_t offset, int64_t bytes) {
-    if (bytes == 0) return;
-    const uint8_t* source = team.heap + owner.outgoing_offset + offset;
-    put_nbi(team, owner_number, region + offset, source, static_cast<uint64_t>(bytes));
-  };
+  const Owner& owner = message.owner;
+  if constexpr (kPuts) {
+    if (!is_reachable(plan.team, static_cast<int>(&owner - plan.owners))) {  // @message-without-gaps
+      return region_of(owner.num_slots, call.samples, message.count(), kIndexBytes, Traits::kWeighted);
+    }
+  }
+  return region_of(owner.num_slots, plan.max_samples, owner.capacity, kIndexBytes, Traits::kWeighted);
+}
+
+// Puts a message from this PE's heap, with its signal, to an owner that is not reachable and has granted credit.
+template <class Traits>
+PO_NOINLINE void put_message([[maybe_unused]] const Plan& plan, [[maybe_unused]] const Call& call,
+                             [[maybe_unused]] const Message& message, [[maybe_unused]] int owner_number) {
   fence_acq_rel_sys();  // publishes what all warps have copied, acquired through the count, to the network
-  const int64_t num_offsets = message.is_left_out() ? 0 : owner.num_slots * call.samples + 1;
-  const int64_t count = message.is_left_out() ? 0 : message.count();
-  part(0, static_cast<int64_t>(sizeof(Header)) + num_offsets * static_cast<int64_t>(sizeof(int32_t)));
-  part(parts.indices, count * kIndexBytes);
-  if constexpr (Traits::kWeighted) part(parts.weights, count * static_cast<int64_t>(sizeof(float)));
-  put_fence(team);  // @inputs-fence
+  if constexpr (kPuts) {
+    const Team& team = plan.team;
+    const Owner& owner = message.owner;
+    const uint64_t bytes = message.is_left_out() ? sizeof(Header) : parts_of<Traits>(plan, call, message).end;
+    put_signal(team, owner_number, granted_output(team, owner_number) + owner.region_offset,
+               team.heap + owner.outgoing_offset, bytes, ready_word_offset(team, team.rank, 0), launch_flag(team));
+  }
 }
 
 // One warp's share of all messages.
@@ -77,20 +82,11 @@ class Messenger {
     finish(owner, written);
   }
 
-  // The sources of puts may be overwritten after this call.
-  PO_FN void complete_puts() const {
-    if (has_put_) put_quiet(team_);  // @inputs-quiet
-  }
-
  private:
   PO_FN uint8_t* place(const Owner& owner, int number) const {
     if (!is_reachable(team_, number)) return team_.heap + owner.outgoing_offset;
     const uint64_t regions = number == team_.rank ? call_.regions_offset : granted_output(team_, number);
     return peer_address(team_, number, regions + owner.region_offset);
-  }
-
-  PO_FN Region parts_of(const Owner& owner) const {
-    return region_of(owner.num_slots, plan_.max_samples, owner.capacity, sizeof(Index), Traits::kWeighted);
   }
 
   PO_FN void write_piece(const Message& message, uint8_t* region, int32_t piece) const {
@@ -134,7 +130,7 @@ class Messenger {
   // Writes the lookups from `first` on, of all slots that have some of them.
   PO_FN void write_lookups(const Message& message, uint8_t* region, int32_t first) const {
     const auto end = static_cast<int32_t>(min_of(first + plan_.piece_lookups, message.count()));
-    const Region parts = parts_of(message.owner);
+    const Region parts = parts_of<Traits>(plan_, call_, message);
     int32_t slot = slot_of(message, first);
     PO_NO_UNROLL
     while (first < end) {
@@ -218,7 +214,7 @@ class Messenger {
     if (!is_reachable(team_, owner)) {
       if (!await_credit(team_, owner)) return;  // @credit-before-input-puts
       put_message<Traits>(plan_, call_, message, owner);
-      has_put_ = true;
+      if constexpr (kPuts) return;
     }
     signal(team_, owner, ready_word_offset(team_, team_.rank, 0), launch_flag(team_));
   }
@@ -230,7 +226,6 @@ class Messenger {
   const Bags<Traits> bags_;
   const Warp warp_{};
   Credits credits_;
-  bool has_put_ = false;
 };
 
 }  // namespace po::embedding_inputs

@@ -54,6 +54,9 @@ class RowExchange {
       if (block > 0 && !reduce(block - 1)) return false;
     }
     tell_progress(all_pes(), kAllBlocks);
+    if constexpr (kPuts) {
+      if (plan_.all_reachable == 0 && !await_put_rows()) return false;
+    }
     return await_progress(all_pes(), kAllBlocks, kPhaseRows);  // @rows-await
   }
 
@@ -100,11 +103,13 @@ class RowExchange {
     if (plan_.all_reachable != 0) return;
     fence_acq_rel_sys();  // publishes each lane's stores to the network
     warp_.sync();
-    for (int i = 0; i < count && warp_.rank() == 0; ++i) {
-      if (!want(window[i], base + i)) continue;
-      for (int hop = 1; hop < team_.size; ++hop) {
-        const int pe = (team_.rank + hop) % team_.size;
-        if (!is_reachable(team_, pe)) put(window[i], base + i, pe);
+    if constexpr (kPuts) {
+      for (int i = 0; i < count && warp_.rank() == 0; ++i) {
+        if (!want(window[i], base + i)) continue;
+        for (int hop = 1; hop < team_.size; ++hop) {
+          const int pe = (team_.rank + hop) % team_.size;
+          if (!is_reachable(team_, pe)) put(window[i], base + i, pe);
+        }
       }
     }
   }
@@ -145,7 +150,8 @@ class RowExchange {
           },
           [&](const Slot& slot, int64_t number, int pe) {
             if (!slot.is_shared()) return transfer_.put_row(number, pe);
-            if (Traits::kGathers) transfer_.put_gathered(number, pe);
+            if (Traits::kGathers) return transfer_.put_gathered(number, pe);
+            if (owner_in_turn(slot.contributors, number) == pe) transfer_.tell_left(number, pe);
           });
     });
     tell_progress(union_of(adders), static_cast<uint64_t>(block) + 1);
@@ -162,6 +168,9 @@ class RowExchange {
     givers = union_of(givers);
     if (givers.is_empty()) return true;
     if (!await_progress(givers, static_cast<uint64_t>(block) + 1, kPhaseShare)) return false;  // @shares-await
+    if constexpr (kPuts) {
+      if (plan_.all_reachable == 0 && !await_put_shares(block)) return false;
+    }
     const TaskTrace trace(!Traits::kGathers);
     for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
       for_each_slot(
@@ -209,7 +218,50 @@ class RowExchange {
     return pes;
   }
 
-  // Signals the PEs in `receivers` that this warp's stores so far are there for them.
+  // Waits for the sums of a block that PEs which are not reachable have put or left.
+  PO_FN bool await_put_shares(int64_t block) {
+    bool all = true;
+    for_each_window(block, false, [&](const Slot* window, int64_t base, int count) {
+      for (int i = warp_.rank(); i < count; i += warp_.size()) {
+        if (!adds_up(window[i], base + i)) continue;
+        for (Pes rest = window[i].contributors; !rest.is_empty(); rest.drop_lowest()) {
+          const int pe = rest.lowest();
+          if (is_far(pe))
+            all = transfer_.await_put(pe, base + i, pe, kPhaseShare, index()) && all;  // @put-shares-await
+        }
+      }
+    });
+    return all_lanes(all);
+  }
+
+  // Waits for the rows of all blocks that such PEs have put.
+  PO_FN bool await_put_rows() {
+    bool all = true;
+    for (int64_t block = 0; block < blocks_.count; ++block) {
+      for_each_window(block, true, [&](const Slot* window, int64_t base, int count) {
+        for (int i = warp_.rank(); i < count; i += warp_.size()) {
+          const Pes& pes = window[i].contributors;
+          if (window[i].is_shared() && Traits::kGathers) continue;  // added up here
+          const int pe = window[i].is_shared() ? owner_in_turn(pes, base + i) : pes.lowest();
+          if (is_far(pe))
+            all = transfer_.await_put(team_.size, base + i, pe, kPhaseRows, index()) && all;  // @put-rows-await
+        }
+      });
+    }
+    return all_lanes(all);
+  }
+
+  PO_FN bool is_far(int pe) const { return kPuts && pe != team_.rank && !is_reachable(team_, pe); }
+  PO_FN uint64_t index() const { return static_cast<uint64_t>(number_); }
+
+  // Whether all lanes have what they have awaited; hands what a lane has acquired to all lanes.
+  PO_FN bool all_lanes(bool is_there) const {
+    const int num_there = warp_.count(is_there);  // @lanes-there
+    warp_.sync();
+    return num_there == warp_.size();
+  }
+
+  // Signals the reachable PEs in `receivers` that this warp's stores so far are there for them.
   PO_FN void tell_progress(const Pes& receivers, uint64_t progress) {
     warp_.sync();  // orders the stores of all lanes before the signals
     if (plan_.all_reachable == 0) return tell_progress_by_put(receivers, progress);
@@ -219,29 +271,26 @@ class RowExchange {
     }
   }
 
-  // Called by the lane whose puts must come first.
+  // The same where some PEs are not reachable.
   PO_FN void tell_progress_by_put(const Pes& receivers, uint64_t progress) {
     if (warp_.rank() != 0) return;
-    fence_acq_rel_sys();  // publishes what peers fetch from here, too
-    put_fence(team_);     // @progress-fence
+    fence_acq_rel_sys();
     for (int hop = 1; hop < team_.size; ++hop) {
       const int pe = (team_.rank + hop) % team_.size;
-      if (!receivers.has(pe)) continue;
+      if (is_far(pe) || !receivers.has(pe)) continue;
       signal(team_, pe, progress_offset(team_.rank), flag_value(team_.epoch, progress));
     }
   }
 
-  // Waits until the counterparts of this warp on the PEs in `senders` have come to `progress`.
+  // Waits until the counterparts of this warp on the reachable PEs in `senders` have come to `progress`.
   PO_FN bool await_progress(const Pes& senders, uint64_t progress, Phase phase) {
     bool is_there = true;
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
-      if (pe == team_.rank || !senders.has(pe)) continue;
+      if (pe == team_.rank || is_far(pe) || !senders.has(pe)) continue;
       const uint64_t* word = local_word(team_, progress_offset(pe));
       is_there = await_step(team_, word, progress, phase, pe, static_cast<uint64_t>(number_)) && is_there;
     }
-    const int num_there = warp_.count(is_there);  // @lanes-there
-    warp_.sync();                                 // hands what a lane has acquired to all lanes
-    return num_there == warp_.size();
+    return all_lanes(is_there);
   }
 
   const Plan& plan_;

@@ -83,8 +83,19 @@ class RowTransfer {
   // Puts a row to a PE that is not reachable, from this PE's own slot. One thread.
   PO_FN void put_row(int64_t number, int pe) const {
     const auto bytes = static_cast<uint64_t>(plan_.row_bytes);
-    put_nbi(team_, pe, outputs_.offsets[pe] + static_cast<uint64_t>(number) * bytes, place_at(team_.rank, number),
-            bytes);
+    put_signal(team_, pe, outputs_.offsets[pe] + static_cast<uint64_t>(number) * bytes, place_at(team_.rank, number),
+               bytes, flag_offset(team_.size, number), launch_flag(team_));
+  }
+
+  // Signals the owner of a row, which is not reachable, that this PE has left its sum.
+  PO_FN void tell_left(int64_t number, int owner) const {
+    signal(team_, owner, flag_offset(team_.rank, number), launch_flag(team_));
+  }
+
+  // Waits for a contributor's sum, or for a row of the result (`contributor`: the number of PEs), from a PE that is not
+  // reachable. `index`: for reports.
+  PO_FN bool await_put(int contributor, int64_t number, int pe, Phase phase, uint64_t index) const {
+    return await_epoch(team_, local_word(team_, flag_offset(contributor, number)), phase, pe, index);
   }
 
   // Leaves this PE's sum in its own slot, for the owner to fetch.
@@ -110,7 +121,8 @@ class RowTransfer {
 
   PO_FN void put_gathered(int64_t number, int pe) const {
     const uint64_t offset = gathered_offset(team_.rank, number);
-    put_nbi(team_, pe, offset, team_.heap + offset, static_cast<uint64_t>(plan_.row_bytes * kFloatsPerScalar));
+    put_signal(team_, pe, offset, team_.heap + offset, static_cast<uint64_t>(plan_.row_bytes * kFloatsPerScalar),
+               flag_offset(team_.rank, number), launch_flag(team_));
   }
 
   // Sets the chunk to a contributor's sum of its entries.
@@ -156,6 +168,13 @@ class RowTransfer {
   }
 
   PO_FN uint8_t* place_at(int pe, int64_t number) const { return outputs_.mapped[pe] + number * plan_.row_bytes; }
+
+  // The flag of a contributor's sum, or of a row of the result (`contributor`: the number of PEs). Puts and signals to
+  // a PE have no order, so each has a flag of its own.
+  PO_FN uint64_t flag_offset(int contributor, int64_t number) const {
+    const int64_t flag = team_.size * plan_.num_workers + contributor * plan_.capacity + number;
+    return plan_.progress_offset + static_cast<uint64_t>(flag) * sizeof(uint64_t);
+  }
 
   PO_FN uint64_t low_offset_of(int pe) const {
     return *local_word(team_, plan_.sets.headers_offset + static_cast<uint64_t>(pe) * sizeof(uint64_t));

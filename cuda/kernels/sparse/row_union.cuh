@@ -79,8 +79,17 @@ class RowUnion {
     wg_.sync();  // orders the words of all threads before the flags that announce them
     for (int peer = wg_.rank(); peer < team_.size; peer += wg_.size()) {
       if (peer == team_.rank) continue;
-      if (!is_reachable(team_, peer)) put_range(peer);
-      signal(team_, peer, ready_word_offset(team_, team_.rank, static_cast<uint64_t>(wg_.index())), launch_flag(team_));
+      const uint64_t range = word_offset(team_.rank, first_word_), header = header_offset(team_.rank);
+      if (!is_reachable(team_, peer)) {
+        fence_acq_rel_sys();  // publishes the words of all threads to the network
+        if (kPuts && wg_.index() == 0) {
+          put_signal(team_, peer, header, team_.heap + header, sizeof(uint64_t), header_word(team_.rank),
+                     launch_flag(team_));
+        }
+      }
+      put_signal(team_, peer, range, team_.heap + range,
+                 static_cast<uint64_t>(last_word_ - first_word_) * sizeof(uint64_t),
+                 ready_word_offset(team_, team_.rank, static_cast<uint64_t>(wg_.index())), launch_flag(team_));
     }
   }
 
@@ -93,6 +102,10 @@ class RowUnion {
       const auto index = static_cast<uint64_t>(wg_.index());
       const uint64_t* flag = local_word(team_, ready_word_offset(team_, sender, index));
       is_there = await_epoch(team_, flag, kPhaseRowSet, sender, index) && is_there;
+      if (kPuts && index == 0 && !is_reachable(team_, sender)) {
+        flag = local_word(team_, header_word(sender));
+        is_there = await_epoch(team_, flag, kPhaseRowSet, sender, index) && is_there;  // @header-await
+      }
     }
     if (!all_threads(kCheckSets, is_there)) return false;
     uint64_t rows = 0;
@@ -248,24 +261,18 @@ class RowUnion {
   }
 
   PO_FN void send_header(uint64_t header) {
-    const uint64_t offset = header_offset();
+    const uint64_t offset = header_offset(team_.rank);
     for (int pe = wg_.rank(); pe < team_.size; pe += wg_.size()) {
       if (is_reachable(team_, pe)) *reinterpret_cast<uint64_t*>(peer_address(team_, pe, offset)) = header;
     }
   }
 
-  PO_FN uint64_t header_offset() const {
-    return sets_.headers_offset + static_cast<uint64_t>(team_.rank) * sizeof(uint64_t);
+  PO_FN uint64_t header_offset(int pe) const {
+    return sets_.headers_offset + static_cast<uint64_t>(pe) * sizeof(uint64_t);
   }
-
-  // One thread, after the sync that follows `send`.
-  PO_FN void put_range(int peer) {
-    const uint64_t offset = word_offset(team_.rank, first_word_);
-    const auto bytes = static_cast<uint64_t>(last_word_ - first_word_) * sizeof(uint64_t);
-    fence_acq_rel_sys();  // publishes the words of all threads to the network
-    if (bytes != 0) put_nbi(team_, peer, offset, team_.heap + offset, bytes);
-    if (wg_.index() == 0) put_nbi(team_, peer, header_offset(), team_.heap + header_offset(), sizeof(uint64_t));
-    put_fence(team_);  // @sets-fence
+  // The sliceRdy word of a header that is put: one more than the WGs have.
+  PO_FN uint64_t header_word(int sender) const {
+    return ready_word_offset(team_, sender, static_cast<uint64_t>(wg_.count()));
   }
 
   const WorkGroup& wg_;

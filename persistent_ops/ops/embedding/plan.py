@@ -22,7 +22,7 @@ from ...runtime.tensor_specs import TensorSpec, TensorSpecs
 from ...runtime.tuning import BoundedTuning, at_least
 from ...runtime.world import World, upload
 from .checks import check_choices, check_split, check_tables, check_wire
-from .columns import own_begins
+from .columns import Columns, columns_of, own_begins
 from .table_set import TableSet
 
 __all__ = [
@@ -39,7 +39,9 @@ __all__ = [
     "sample_requests",
 ]
 
-_STAGING = "staging"  # an area: room from which rows are put; one for all plans, since one launch at a time uses it
+# Areas: rooms from which rows are put, and to which. One of each for all plans, since one launch at a time uses them.
+_STAGING = "staging"
+_LANDING = "landing"
 _MAX_POSITIONS = 2**31 - 1 - 2**20  # tickets are 32-bit numbers, and every warp takes one too many
 _TASK_BYTES = 96 << 10
 _TASKS_PER_WARP = 3
@@ -285,13 +287,16 @@ class EmbeddingPlan(Plan):
             raise ValueError(f"dim_per_rank: a row of output has {row_bytes} bytes, at most 2 GiB - 1 are possible")
         slices = self._choose_slices(weights, batch_per_rank)
         tables, shapes = _tables(world, key, weights, dim_per_rank)
-        ranges = _ranges(tables, self._table_dtype.itemsize // element)
+        senders, ranges = _senders(choices.columns, dim_per_rank, element)
         self._load_kernel(shapes)
-        self._wg_done = None
+        self._wg_done, self._landing_offset = None, 0
         if not team.all_reachable:
             self._wg_done = self._stage(len(weights), batch_per_rank, dim_per_rank[rank] * element, slices.samples)
+            self._areas.reserve_own(_LANDING, self.output_bytes, max(self.output_bytes * 5 // 4, 512))
+            self.areas = (_STAGING, _LANDING)
         batch_start = list(itertools.accumulate(batch_per_rank, initial=0))
         self._tables, self._ranges = upload(world.backend, *tables), upload(world.backend, *ranges)
+        self._senders = upload(world.backend, *senders)
         self._batch_start = upload(world.backend, array("q", batch_start))
         self._pe_bytes = upload(world.backend, array("q", [dim * element for dim in dim_per_rank]))
         self._struct: Any = structs["Plan"](
@@ -300,7 +305,7 @@ class EmbeddingPlan(Plan):
             tables=self._tables.data_ptr(),
             pe_bytes=self._pe_bytes.data_ptr(),
             ranges=self._ranges.data_ptr(),
-            num_ranges=len(ranges),
+            senders=self._senders.data_ptr(),
             batch=batch_start[-1],
             output_row_bytes=row_bytes,
             reports_bad_input=int(choices.bounds == "fatal"),
@@ -379,7 +384,6 @@ class EmbeddingPlan(Plan):
         """Make room for what peers that cannot be stored to get, and return words for what of it is done."""
         nbytes = max(sum(batch_per_rank) * sample_bytes, 1)
         self._areas.reserve_own(_STAGING, nbytes, max(nbytes + nbytes // 4, 512))
-        self.areas = (_STAGING,)
         description = OPERATOR.description
         if num_tables > (most := description.constants["kMaxStagedTables"]):
             raise ValueError(f"weights: at most {most} tables per PE where peers are not reachable, got {num_tables}")
@@ -394,8 +398,8 @@ class EmbeddingPlan(Plan):
 
     def place(self) -> None:
         if self.areas:
-            self.held = staging = self._areas[_STAGING]
-            self._struct.staging_offset = staging.offset
+            self.held = staging, landing = self._areas[_STAGING], self._areas[_LANDING]
+            self._struct.staging_offset, self._landing_offset = staging.offset, landing.offset
         self._words = upload(self._backend, self._struct)
         self._address = self._words.data_ptr()
 
@@ -438,7 +442,7 @@ class EmbeddingPlan(Plan):
             call.indices, call.offsets, call.num_indices = indices.data_ptr(), offsets.data_ptr(), indices.numel()
             if factors is not None:  # as in all calls of this plan
                 call.weights = factors.data_ptr()
-        call.output_offset = output_offset
+        call.output_offset, call.landing_offset = output_offset, self._landing_offset
         self._world.workspace.launch(self._kernel, self._grid, self._address, call, is_counted=self._is_collective)
 
 
@@ -556,15 +560,30 @@ def _tables(
     return tables, mask or 1
 
 
-def _ranges(tables: Sequence[Any], narrowing: int) -> list[Any]:
-    """Return the tables' columns as ranges that lie side by side in rows of output and of the staging area."""
-    make = OPERATOR.description.structs["ColumnRange"]
+def _senders(columns: Sequence[int] | None, dim_per_rank: Sequence[int], element: int) -> tuple[list[Any], list[Any]]:
+    """Return each PE as a sender, and the ranges that lie side by side in rows of output and of its staging area.
+
+    Args:
+        columns, dim_per_rank: of `embedding_all_to_all`.
+        element: bytes of a column.
+    """
+    structs = OPERATOR.description.structs
+    before = list(itertools.accumulate(dim_per_rank, initial=0))
+    of_all = Columns(tuple((begin,) for begin in before), tuple((dim,) for dim in dim_per_rank))
+    if columns is not None:
+        of_all = columns_of(tuple(columns), tuple(dim_per_rank))
+    senders: list[Any] = []
     ranges: list[Any] = []
-    for table in sorted(tables, key=lambda table: int(table.staged_bytes)):
-        if not ranges or ranges[-1].column_bytes + ranges[-1].bytes != table.column_bytes:
-            ranges.append(make(column_bytes=table.column_bytes, staged_bytes=table.staged_bytes))
-        ranges[-1].bytes += table.row_bytes // narrowing
-    return ranges
+    for pe in range(len(dim_per_rank)):
+        first, staged = len(ranges), 0
+        for begin, width in sorted(zip(of_all.begins[pe], of_all.widths[pe], strict=True)):
+            if len(ranges) == first or ranges[-1].column_bytes + ranges[-1].bytes != begin * element:
+                ranges.append(structs["ColumnRange"](column_bytes=begin * element, staged_bytes=staged))
+            ranges[-1].bytes += width * element
+            staged += width * element
+        sender = {"first_range": first, "num_ranges": len(ranges) - first, "bytes_before": before[pe] * element}
+        senders.append(structs["Sender"](**sender))
+    return senders, ranges
 
 
 def _request(

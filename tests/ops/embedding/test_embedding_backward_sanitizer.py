@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mutations import Before, Condition, Drop, Swap
+from mutations import OVERTAKES, Before, Condition, Drop, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
@@ -233,7 +233,12 @@ class Pe final : public driver::BasePe<Plan> {
     return po::flag_value(local.epoch + 1, team.contract_hash);
   }
 
-  uint64_t* grant_of(int pe) const { return reinterpret_cast<uint64_t*>(heap + po::grant_offset(plan.team, pe)); }
+  // Of the next launch.
+  uint64_t* grant_of(int pe) const {
+    po::Team next = plan.team;
+    next.epoch = local.epoch + 1;
+    return po::local_word(next, po::grant_offset(next, pe));
+  }
 
   // What a step with the kernel's sums makes of the rows.
   void make_step(const std::vector<int64_t>& keys, const std::vector<float>& sums, const int64_t* places) {
@@ -399,8 +404,8 @@ MUTATIONS = {
     ),
     "a_chunk_is_left_out": Mutation((Condition("chunk-of-the-row", "true"),), CHUNKS, {Exit.WRONG_OUTPUT}),
     "chunks_are_not_reset": Mutation((Drop("chunks-reset"),), CHUNKS, {Exit.WRONG_REMAINS}),
-    "no_fence_behind_pushes": Mutation((Drop("pushes-fence"),), STAGED, RACE),
-    "outgoing_gradients_are_overwritten": Mutation((Drop("outgoing-quiet"),), ALTERNATING_STAGED, RACE),
+    "signals_overtake_pushes": Mutation((OVERTAKES,), STAGED, RACE),
+    "outgoing_gradients_are_overwritten": Mutation((Drop("last-quiet"),), ALTERNATING_STAGED, RACE),
     "a_launch_ends_before_all_gradients_are_here": Mutation((Drop("all-gradients"),), ALTERNATING, RACE),
     "backward_passes_name_no_forward_pass": Mutation((Drop("call-named"),), OTHER_CALL, {Exit.WRONG_REPORT}),
     "the_number_of_a_call_is_not_compared": Mutation((Drop("call-hash"),), OTHER_CALL, {Exit.WRONG_REPORT}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mutations import Condition, Drop, Relaxed, Swap
+from mutations import OVERTAKES, Condition, Drop, Relaxed, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
@@ -348,8 +348,11 @@ MUTATIONS = {
     "messages_behind_an_aborted_launch": Mutation(
         (Swap("inputs-give-up", "is_aborted(shared.plan.team)", "0"),), TROUBLE_STAGED, {Exit.WRONG_REMAINS}
     ),
-    "no_fence_behind_inputs": Mutation((Drop("inputs-fence"),), STAGED, RACE | {Exit.WRONG_REPORT}),
-    "outgoing_inputs_are_overwritten": Mutation((Drop("inputs-quiet"),), SLOW_NETWORK, RACE),
+    "signals_overtake_inputs": Mutation((OVERTAKES,), STAGED, RACE | {Exit.WRONG_REPORT}),
+    "outgoing_inputs_are_overwritten": Mutation((Drop("last-quiet"),), SLOW_NETWORK, RACE),
+    "messages_that_are_put_have_gaps": Mutation(
+        (Condition("message-without-gaps", "false"),), STAGED, RACE | {Exit.WRONG_REPORT, Exit.WRONG_OUTPUT}
+    ),
 }
 
 

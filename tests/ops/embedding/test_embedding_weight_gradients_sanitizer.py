@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from mutations import Condition, Drop, Swap
+from mutations import OVERTAKES, Condition, Drop, Swap
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 
 _DRIVER = r"""
@@ -233,8 +233,8 @@ MUTATIONS = {
     "returned_pieces_are_not_reset": Mutation(
         (Drop("returns-reset"),), f"{PLAIN} --timeout-ms=5000", {Exit.WRONG_REMAINS, Exit.TIMED_OUT}
     ),
-    "no_fence_behind_returns": Mutation((Drop("returns-fence"),), STAGED, RACE),
-    "outgoing_returns_are_overwritten": Mutation((Drop("returns-quiet"),), SLOW_NETWORK, RACE),
+    "signals_overtake_returns": Mutation((OVERTAKES,), STAGED, RACE),
+    "outgoing_returns_are_overwritten": Mutation((Drop("last-quiet"),), SLOW_NETWORK, RACE),
     "what_found_no_room_is_added_up": Mutation(
         (Swap("returns-of-no-room", "call_.slot_begins[owner.count_number] > owner.capacity", "false"),),
         FULL,

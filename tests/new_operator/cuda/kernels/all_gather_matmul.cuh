@@ -93,19 +93,12 @@ class Piece {
   // Puts it to peers that are not reachable, and signals its arrival to all of them: one thread per peer.
   PO_FN void send() const {
     const auto word = static_cast<uint64_t>(wg_.index());
-    bool has_put = false;
     for (int peer = wg_.rank(); peer < team_.size; peer += wg_.size()) {
       if (peer == team_.rank) continue;
-      if (!is_reachable(team_, peer)) {
-        const uint8_t* source = team_.heap + output_ + place();
-        fence_acq_rel_sys();  // the network sees what all threads have stored before the sync
-        put_nbi(team_, peer, granted_output(team_, peer) + place(), source, static_cast<uint64_t>(end_ - begin_));
-        put_fence(team_);  // @piece-fence
-        has_put = true;
-      }
-      signal(team_, peer, ready_word_offset(team_, team_.rank, word), launch_flag(team_));
+      if (!is_reachable(team_, peer)) fence_acq_rel_sys();  // the network sees what all threads have stored
+      put_signal(team_, peer, granted_output(team_, peer) + place(), team_.heap + output_ + place(),
+                 static_cast<uint64_t>(end_ - begin_), ready_word_offset(team_, team_.rank, word), launch_flag(team_));
     }
-    if (has_put) put_quiet(team_);  // @piece-quiet: the output is the caller's when the launch has ended
   }
 
  private:

@@ -14,7 +14,7 @@ import torch
 from bits import BitsSuite, CaseWorld, Outcome, Trial, difference
 from graphs import NUM_INPUTS, Call, GraphSuite
 from kept_pes import in_processes
-from mutations import After, Drop
+from mutations import OVERTAKES, After, Drop
 from protocol import Mismatch, ProtocolSuite, Work
 from sanitizer import RACE, Build, Driver, Exit, Mutation, SanitizerSuite
 from torch_checks import opcheck_problems
@@ -297,8 +297,8 @@ _MUTATIONS = {
     "multiplies_with_a_tile_that_has_not_come": Mutation((Drop("tile-landed"),), "--pes=1", RACE),
     "brings_a_tile_over_one_in_use": Mutation(_LATE_MEETING, "--pes=1", RACE),
     "leaves_products_of_an_aborted_launch": Mutation((Drop("products-poison"),), _TROUBLE, WRONG),
-    "no_fence_behind_a_put": Mutation((Drop("piece-fence"),), _STAGED, RACE),
-    "leaves_with_puts_under_way": Mutation((Drop("piece-quiet"),), _STAGED, RACE),
+    "signals_overtake_their_puts": Mutation((OVERTAKES,), _STAGED, RACE),
+    "leaves_with_puts_under_way": Mutation((Drop("last-quiet"),), _STAGED, RACE),
 }
 
 
