@@ -236,8 +236,8 @@ PO_FN bool await_credit(const Team& team, int receiver) {
   return true;
 }
 
-// Offset of this epoch's output, or of where puts land, in the heap of a receiver that granted credit. Stable until this WG has signalled the
-// receiver.
+// Offset of this epoch's output, or of where puts land, in the heap of a receiver that granted credit. Stable until
+// this WG has signalled the receiver.
 PO_FN uint64_t granted_output(const Team& team, int receiver) {
   return flag_load_relaxed_sys(local_word(team, grant_offset(team, receiver)) + 1);
 }

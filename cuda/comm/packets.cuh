@@ -16,8 +16,8 @@ PO_FN uint64_t packet_flag(const Team& team) {
   return launch_flag(team);  // @packet-flag
 }
 
-// Offset of the sliceRdy word that announces packets. Puts of two launches have no order, and packets need no credit, so
-// words alternate as packets do.
+// Offset of the sliceRdy word that announces packets. Puts of two launches have no order, and packets need no credit,
+// so words alternate as packets do.
 PO_FN uint64_t packets_word_offset(const Team& team, int sender, int index) {
   if (has_far_peers(team)) index = 2 * index + static_cast<int>(team.epoch % 2);  // @packets-words
   return ready_word_offset(team, sender, static_cast<uint64_t>(index));

@@ -6,10 +6,10 @@
 // Protocol: (1) WG 0 grants every peer credit for this epoch, with the place of the output. (2) Warps take tasks (a
 // slice of samples of one table) from a ticket counter, in the order of sched/exchange_order.cuh, and store each pooled
 // row directly into its destination's output. For a destination that is not load/store reachable they fill the staged
-// slice; the warp that sets the last WG_Done bit puts the slice, with its signal, to the receiver's landing area. (3) After its last task for other PEs a WG
-// releases one sliceRdy word at every reachable peer, then works on the remaining local tasks. (4) Each WG waits for
-// its own subset of the arriving words, and copies landed slices to the output. Measured on H200 (docs/results.md); compiles for sm_80 and later, and for the
-// host.
+// slice; the warp that sets the last WG_Done bit puts the slice, with its signal, to the receiver's landing area. (3)
+// After its last task for other PEs a WG releases one sliceRdy word at every reachable peer, then works on the
+// remaining local tasks. (4) Each WG waits for its own subset of the arriving words, and copies landed slices to the
+// output. Measured on H200 (docs/results.md); compiles for sm_80 and later, and for the host.
 #pragma once
 
 #include "comm/credits.cuh"
