@@ -123,7 +123,7 @@ PO_FN bool await(const Team& team, Phase phase, const int& peer, const uint64_t&
     if (has_given_up) return false;
     trace.looked_in_vain(peer, index);
     if (looks_up(spins)) {
-      if (is_aborted(team) || peer_gave_up(team)) return false;
+      if (is_aborted(team) || peer_gave_up(team)) return false;  // @wait-sees-abort
       const uint32_t eighths = phase >> kCodeBits;  // computed here: before the loop it would fill registers
       const uint64_t bound_ns = eighths == 8 ? team.timeout_ns : team.timeout_ns / 8 * eighths;
       const uint64_t now = clock_ns();

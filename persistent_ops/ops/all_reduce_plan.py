@@ -170,12 +170,12 @@ def room_needs(world_size: int, heap_bytes: int, *, puts: bool = False) -> list[
     room, constants = _room(heap_bytes), OPERATOR.description.constants
     packets = int(room * _PACKET_SHARE) // 512 * 512
     flags = 2 * (packets // 4 // constants["kBlockBytes"]) * 8
-    turns = world_size * constants["kMaxSliceWgs"] * 8
+    turns = world_size * constants["kMaxSliceWgs"] * (constants["kPutWords"] if puts else 1) * 8
     return [
         Need(_PACKETS, packets, fill=-1, is_restored=True),
         Need(_FLAGS, flags, fill=0),
         Need(_SLICES, room // 512 * 512 - packets - flags - turns, fill=-1, is_restored=True),
-        Need(_TURNS, turns * (constants["kPutWords"] if puts else 1), fill=0),
+        Need(_TURNS, turns, fill=0),
     ]
 
 
@@ -186,7 +186,8 @@ def reserve_room(world: World) -> None:
     least *= constants["kBlockBytes"]
 
     def lacking(nbytes: int) -> int:
-        return next(least - need.nbytes for need in room_needs(world.size, nbytes) if need.name == _SLICES)
+        needs = room_needs(world.size, nbytes, puts=not world.all_reachable)
+        return next(least - need.nbytes for need in needs if need.name == _SLICES)
 
     if lacking(heap_bytes) > 0:
         enough = next(size for size in itertools.count(heap_bytes, whole_pages(1)) if lacking(size) <= 0)

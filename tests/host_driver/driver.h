@@ -61,6 +61,7 @@ inline constexpr Default kLaunches[] = {
     {"--first-epoch", "1"},      // epoch of the first launch
     {"--delay-us", "0"},         // longest delay of an operation of the network
     {"--slow-us", "2000"},       // for which slow PEs sleep before each of their launches
+    {"--report-after-ms", "0"},  // until a PE reports that a launch was given up: others may find more
     {"--timeout-ms", "60000"}};  // of one wait; if there is trouble, then until recovery
 
 // A world in which PEs differ by their rank alone.
@@ -273,7 +274,10 @@ class BasePe {
         recover();
       } else {
         run_kernel(launch);
-        if (error.state != 0) fail_with_record(exit_of_aborted(error), launch);
+        if (error.state != 0) {
+          usleep(static_cast<useconds_t>(number("--report-after-ms") * 1000));
+          fail_with_record(exit_of_aborted(error), launch);
+        }
         check(launch);
       }
     }

@@ -306,6 +306,21 @@ MUTATIONS = {
     ),
     "elements_and_results_have_one_word": Mutation((Swap("put-words", "are_results", "false"),), STAGED, RACE),
     "put_slices_are_read_before_their_word": Mutation((Swap("slices-lag", "kMaxLag", "1"),), STAGED, RACE),
+    # A worker of PE 0 gives up while it waits for PE 1, which comes right after. PE 0's keeper, and the far PEs, see no
+    # abort yet.
+    "a_turn_that_was_given_up_is_put": Mutation(
+        (
+            Before("turn-begins", "if (team_.rank == 1 && team_.epoch == 3 && turn == 1) usleep(1600000);"),
+            Condition("abort-tells-peers", "other == team.rank || !is_reachable(team, other)"),
+            Condition(
+                "wait-sees-abort",
+                "(phase & ((1u << kCodeBits) - 1)) != kFirstPhase + 3 && (is_aborted(team) || peer_gave_up(team))",
+            ),
+            Condition("slices-of-a-given-up-turn", "has_given_up_"),
+        ),
+        "--pes=4 --node=2 --staged=1 --threads=4 --wgs=1 --rows=12 --timeout-ms=1500 --report-after-ms=2000",
+        {Exit.WRONG_OUTPUT},
+    ),
     "elements_stay_in_their_places": Mutation((Drop("elements-emptied"),), STEPS, {Exit.WRONG_OUTPUT}),
     "results_stay_in_their_places": Mutation((Drop("results-emptied"),), STEPS, RACE | {Exit.WRONG_OUTPUT}),
 }

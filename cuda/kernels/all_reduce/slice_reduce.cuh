@@ -184,7 +184,8 @@ class SliceReduce {
   // slices to unreachable peers first.
   PO_FN void end_turn(int turn) const {
     turns_.ended[turn % 2].await(static_cast<uint32_t>(turn / 2));  // @turn-done
-    if (has_given_up_) return;
+    // A worker that has given up in this turn has not filled what would be put. It has seen the abort, or set it.
+    if (has_given_up_ || (has_far_peers(team_) && is_aborted(team_))) return;  // @slices-of-a-given-up-turn
     const uint64_t value = flag_value(team_.epoch, static_cast<uint64_t>(turn) + 1);
     for (int pe = warp_.rank(); pe < team_.size; pe += warp_.size()) {
       if (pe == team_.rank || !is_told(pe, turn)) continue;
