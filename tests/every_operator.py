@@ -88,7 +88,7 @@ def _weights_gradient(owner: int, world: int) -> torch.Tensor | None:
 def _trained() -> str | None:
     """Lookups that PEs have exchanged, weighted: tables that a backward pass updates, and gradients of the weights."""
     case, rank, world = _TRAINED, po.rank(), po.world_size()
-    tables = [table.clone() for table in make_inputs(case, rank, world, 0).tables]
+    tables = [table.to(po.device(), copy=True) for table in make_inputs(case, rank, world, 0).tables]
     optimizer = po.EmbeddingOptimizer(tables, case.optimizer, lr=0.1)
     with exchange(make_exchange(case), case, _ITERATION, gives_gradients=True) as lookups:
         weights = lookups.per_sample_weights
@@ -106,11 +106,11 @@ def _trained() -> str | None:
 def _sparse_gradients() -> str | None:
     case, rank, world = Training("many PEs, sparse", _SHAPE), po.rank(), po.world_size()
     inputs = make_inputs(case, rank, world, _ITERATION)
-    tables = [table.clone().requires_grad_() for table in inputs.tables]
+    tables = [table.to(po.device(), copy=True).requires_grad_() for table in inputs.tables]
     result = po.embedding_all_to_all(
         tables,
-        inputs.indices,
-        inputs.offsets,
+        inputs.indices.to(po.device()),
+        inputs.offsets.to(po.device()),
         batch_per_rank=split_of(case.shape, world),
         dim_per_rank=columns_of(case, world),
         dtype=case.dtype,
@@ -125,7 +125,7 @@ def _sparse_gradients() -> str | None:
 def _gradient(case: Training) -> torch.Tensor:
     """Return that of this PE's samples."""
     split = split_of(case.shape, po.world_size())
-    return make_gradient(case, po.world_size(), _ITERATION, 0).split(split)[po.rank()]
+    return make_gradient(case, po.world_size(), _ITERATION, 0).split(split)[po.rank()].to(po.device())
 
 
 def _heap() -> str | None:

@@ -373,7 +373,8 @@ _METAS = ({"BM": 3, "BN": 16}, {"BM": 1, "BN": 16}, {"BM": 8, "BN": 64})
 
 
 def _tuned() -> tuple[Any, ...]:
-    """The first configuration cannot be compiled. The second one has twenty tiles in place of one."""
+    """The first configuration cannot be compiled. The second one has twenty tiles in place of one; on the host, where
+    programs run one after the other, it is the slower one."""
     x = _GATHER.numbers(0)[po.rank()].to(po.device())
     arguments, shape = (x, *_GATHER.shape, 0), (po.world_size() * 5, 64)
     refused = error_of(lambda: pot.tune(all_gather, _METAS[:1], *arguments, out_shape=shape))
@@ -392,4 +393,5 @@ def test_pe_0_chooses_a_configuration_for_all(backend: str) -> None:
             name == "RuntimeError" and "tune: no configuration of <Triton operator all_gather> can be launched" in text
         )
         assert "power of 2" in text
-        assert (before, chosen, meta, is_right) == (None, _METAS[2], _METAS[2], True)
+        assert (before, meta, is_right) == (None, chosen, True)
+        assert chosen in _METAS[1 + (backend == "host") :] and chosen == found[0][2]
