@@ -57,7 +57,7 @@ def check_sharing(uuids: Sequence[str], rank: int) -> str:
         rank: this PE.
 
     Raises:
-        BootstrapError: some GPUs carry more PEs than others, with which NVSHMEM's start does not end.
+        BootstrapError: some GPUs have more PEs than others, with which NVSHMEM's start does not end.
     """
     sharers: dict[str, list[int]] = {}
     for pe, uuid in enumerate(uuids):

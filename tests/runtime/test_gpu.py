@@ -62,7 +62,7 @@ def test_the_device_that_was_chosen_is_taken(reverse: bool) -> None:
 def test_gpus_with_different_numbers_of_pes_are_refused() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    with pytest.raises(po.BootstrapError, match="some GPUs carry more PEs than others"):
+    with pytest.raises(po.BootstrapError, match="some GPUs have more PEs than others"):
         po.launch(_takes_the_first_but_for_the_last, 3, timeout=100)
 
 
