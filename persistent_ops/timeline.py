@@ -106,6 +106,8 @@ class Timeline:
     def draw(self, path: str | os.PathLike[str], operator: str | None = None, launch: int = -1) -> None:
         """Draw one launch: a panel for each PE, a line for each CTA, as in figure 11 of the SC24 paper.
 
+        Of a launch with many CTAs, up to 24 are drawn, evenly spaced.
+
         Args:
             path: of the figure.
             operator: name of the operator; None for the operator that was launched last.
@@ -407,6 +409,7 @@ def _events_of(pe: PeTimeline, begin: float) -> Iterator[dict[str, Any]]:
 
 # ---- the figure ------------------------------------------------------------------------------------------------------
 
+_MOST_ROWS = 24  # of a panel: bars of more CTAs would hide each other
 _COLORS = {"tasks for others": "tab:blue", "own tasks": "tab:green", "waits": "tab:red"}
 
 
@@ -433,18 +436,21 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
     begin = min(wg.begin for wgs in found.values() for wg in wgs)
     figure, panels = pyplot.subplots(1, len(found), figsize=(5 * len(found), 4), sharex=True, squeeze=False)
     for axes, (pe, wgs) in zip(panels[0], found.items(), strict=True):
+        num_rows = max((wg.wg for wg in wgs), default=0) + 1
+        step = -(-num_rows // _MOST_ROWS)
         for wg in wgs:
+            if wg.wg % step:
+                continue
             bars = [
                 ("tasks for others", [(wg.others.begin, wg.others.end)] if wg.others else [], 0.28),
                 ("own tasks", [(wg.own.begin, wg.own.end)] if wg.own else [], 0.0),
                 ("waits", [(span.begin, span.end) for span in wg.spans if span.kind == "wait"], -0.28),
             ]
-            axes.barh(wg.wg, (wg.end - wg.begin) / 1e3, left=(wg.begin - begin) / 1e3, height=0.9, color="0.9")
+            axes.barh(wg.wg, (wg.end - wg.begin) / 1e3, left=(wg.begin - begin) / 1e3, height=0.9 * step, color="0.9")
             for what, spans, place in bars:
                 pieces = [((first - begin) / 1e3, (last - first) / 1e3) for first, last in spans]
-                axes.broken_barh(pieces, (wg.wg + place - 0.13, 0.26), color=_COLORS[what])
-        num_rows = max((wg.wg for wg in wgs), default=0) + 1
-        axes.set(xlabel="us", ylabel="CTA", title=f"PE {pe}", ylim=(-0.5, num_rows - 0.5))
+                axes.broken_barh(pieces, (wg.wg + (place - 0.13) * step, 0.26 * step), color=_COLORS[what])
+        axes.set(xlabel="us", ylabel="CTA", title=f"PE {pe}", ylim=(-0.5 * step, num_rows - 0.5))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in _COLORS.values()]
     figure.legend(handles, list(_COLORS), loc="lower center", ncols=len(_COLORS), fontsize=8)

@@ -43,6 +43,9 @@ def draw_sweep(lines: Sequence[dict[str, Any]], path: Path, *, field: str) -> No
             )
             axes.axhline(default["us"], linestyle="--", linewidth=0.8, color=drawn.get_color())
         axes.set(xlabel=field, ylabel="us", xscale="log", ylim=(0, None))
+        values = sorted({line["tuning"][field] for points in series.values() for line in points[1:]})
+        axes.set_xticks(values, [str(value) for value in values], fontsize=7)
+        axes.minorticks_off()
         if series:
             axes.legend(fontsize=7)
 

@@ -301,6 +301,23 @@ def test_events_and_figure(tmp_path: Path) -> None:
         timeline.draw(tmp_path / "none.png", "product")
 
 
+def test_of_many_ctas_some_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes, drawn = pytest.importorskip("matplotlib.axes").Axes, []
+    barh = axes.barh
+
+    def noting(self: Any, wg: int, *args: Any, **how: Any) -> Any:
+        drawn.append(wg)
+        return barh(self, wg, *args, **how)
+
+    monkeypatch.setattr(axes, "barh", noting)
+    pe = _made().pes[0]
+    for count in (24, 25, 264):
+        launches = [pe.launches[0]._replace(wg=wg, num_wgs=count) for wg in range(count)]
+        Timeline([pe._replace(launches=launches)]).draw(tmp_path / f"{count}.png")
+        assert drawn == list(range(0, count, -(-count // 24)))
+        drawn.clear()
+
+
 def test_a_launch_that_there_is_not_is_not_drawn(tmp_path: Path) -> None:
     timeline = _made()
     launches = timeline.pes[0].launches
