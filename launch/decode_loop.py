@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from decode.config import SIZES
+from decode.config import SIZES, Partition
 from decode.loop import run_pe
 from decode.options import DTYPES, Options
 from decode.report import passed, print_report
@@ -38,8 +38,10 @@ def main(argv: list[str]) -> int:
     options = _options(arguments)
     check_arguments(arguments)
 
-    def check(gpus: int, _: int) -> None:
-        options.prompts(options.model_config("cuda" if gpus else "host").vocab)
+    def check(gpus: int, world_size: int) -> None:
+        config = options.model_config("cuda" if gpus else "host")
+        options.prompts(config.vocab)
+        Partition.of(config, world_size)
 
     report, is_printer = run_as_asked(run_pe, options, arguments, host_pes=_HOST_PES, check=check)
     if is_printer:

@@ -79,8 +79,17 @@ class Options:
             )
 
     def model_config(self, backend: str) -> ModelConfig:
-        """Return the model; ValueError where it is neither a known size nor a folder that can be read."""
-        name = self.model or ("8B" if backend == "cuda" else "tiny")
+        """Return the model.
+
+        Raises:
+            ValueError: it is neither a known size nor a folder that can be read, or it has too few layers.
+        """
+        config = self._whole_model(self.model or ("8B" if backend == "cuda" else "tiny"))
+        if self.layers is not None and self.layers > config.num_layers:
+            raise ValueError(f"layers: {config.name} has {config.num_layers}, got {self.layers}")
+        return config
+
+    def _whole_model(self, name: str) -> ModelConfig:
         if name in SIZES:
             return SIZES[name].cut(self.cut)
         if self.cut != 1:
