@@ -2,8 +2,9 @@
 
 A function has the name of a call. It returns the bytes on one PE, the one that needs most, of the first such call: its
 result, and the areas that the operator keeps for later calls. A result that is still held when the next one is made
-counts once more (`empty`). Add up what a program calls, beside `init`. Numbers are of `transport="direct"`. They are
-computed by what the operators themselves use, and take a C++ compiler, but no GPU.
+counts once more (`empty`). Add up what a program calls, beside `init`. Numbers are of PEs that reach each other's
+memory directly, as those of one host do. They are computed by what the operators themselves use, and take a C++
+compiler, but no GPU.
 """
 
 from __future__ import annotations
