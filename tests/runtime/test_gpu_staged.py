@@ -102,7 +102,12 @@ def test_puts_to_reachable_peers() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(580)
 def test_every_operator_between_nodes() -> None:
-    results = po.launch(every_operator, 4, {"transport": "nodes:2"}, timeout=560)
+    _check_nodes(po.launch(every_operator, 4, {"transport": "nodes:2"}, timeout=560))
+
+
+def _check_nodes(results: list[Found]) -> None:
+    first, second = [True, True, False, False], [False, False, True, True]
+    assert [found["reachable"] for found in results] == [first, first, second, second]
     assert [found["problems"] for found in results] == [{}] * 4
 
 
@@ -160,7 +165,4 @@ def test_two_hosts(tmp_path: Path) -> None:
     # NVSHMEM's PEs of two hosts do not meet over the loopback interface by themselves.
     results = _over_ucx(tmp_path, every_operator, 4, LD_PRELOAD=str(names), NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME="lo")
     assert [found["host"] for found in results] == ["host0", "host0", "host1", "host1"]
-    assert [found["reachable"] for found in results] == 2 * [[True, True, False, False]] + 2 * [
-        [False, False, True, True]
-    ]
-    assert [found["problems"] for found in results] == [{}] * 4
+    _check_nodes(results)
