@@ -30,8 +30,9 @@ from persistent_ops.testing.record import Recorder, describe_run, pes_text
 
 from .ceilings import H200, Ceilings, measure_ceilings
 from .check import everyones
+from .kernels import kernels_of
 from .timing import Subject, quantile, time_interleaved, time_replays
-from .tracing import timeline_of, tracing_cost, write_timeline
+from .tracing import timeline_of, tracing_cost, write_kernels, write_timeline
 from .trial import LeftOut, Trial
 from .tuning import Grid, combinations, compile_together, gist, tuned
 from .world import chosen_backend, joined_world
@@ -399,6 +400,10 @@ class Experiment(ABC, Generic[_Case]):
             record = partial(trial.subject, self.world, name)
             timeline = timeline_of(self.world, trial.calls(name), record, path=path)
             write_timeline(self.world, timeline, path, self.write, {**trial.fields, "method": name})
+            if self.backend == "cuda":
+                figure = path.with_name(f"{self.name}_{name}_kernels.png")
+                kernels = kernels_of(trial.calls(name)[0])
+                write_kernels(self.world, kernels, figure, self.write, {**trial.fields, "method": name})
             times = {"rounds": self.options.rounds, "burst_seconds": self.options.burst_ms * 1e-3}
             if cost := tracing_cost(self.world, self._repeated(trial.calls(name)), record, **times):
                 self.write("tracing_cost", **trial.fields, method=name, **cost)

@@ -1,4 +1,4 @@
-"""Timelines of one case's launches, of each method asked for; the sums of their times, and the cost of recording."""
+"""Timelines of one case's launches, of each method asked for; their sums, their cost, and the kernels of one call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from persistent_ops.testing.pes import gather
 from persistent_ops.testing.record import select, us_text
 from persistent_ops.timeline import Timeline
 
+from .kernels import Kernel, draw_kernels
 from .timing import Subject, time_interleaved
 
-__all__ = ["timeline_of", "timeline_tables", "tracing_cost", "write_timeline"]
+__all__ = ["timeline_of", "timeline_tables", "tracing_cost", "write_kernels", "write_timeline"]
 
 _LONGEST = 3  # waits that are shown
 _MOST_CALLS = 2  # in a timeline, and as many replays of them: a launch on a GPU has ten thousand events and more
@@ -69,9 +70,26 @@ def _write_and_draw(timeline: Timeline, path: Path, write: Callable[..., None], 
     if not any(pe.launches for pe in timeline.pes):
         print(f"no figure: {fields['method']} launches none of the operators' kernels", file=sys.stderr)
         return
+    _try_to_draw(lambda: timeline.draw(path.with_suffix(".png")))
+
+
+def write_kernels(
+    world: World, kernels: Sequence[Kernel], path: Path, write: Callable[..., None], fields: Mapping[str, Any]
+) -> None:
+    """Write the kernels of a method's call on all PEs into the record, and draw them, on PE 0; collective."""
+    everyone = gather(list(kernels))
+    try:
+        if world.rank == 0 and any(everyone):
+            write("kernels", **fields, kernels_by_pe=everyone)
+            _try_to_draw(lambda: draw_kernels(everyone, path, f"{fields['method']}: the kernels of one call"))
+    finally:
+        gather(None, timeout=_FIGURE_S)
+
+
+def _try_to_draw(draw: Callable[[], object]) -> None:
     try:
         pyplot()
-        timeline.draw(path.with_suffix(".png"))
+        draw()
     except Exception as error:  # what has been measured is there
         print(f"no figure: {why_none(error)}", file=sys.stderr)
 

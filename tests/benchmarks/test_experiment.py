@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from benchmark_runs import lines_of, run as run_benchmark
+from harness.kernels import draw_kernels, kernels_in
 from harness.trial import LeftOut
 
 import persistent_ops as po
@@ -316,6 +317,24 @@ def test_without_fbgemm_its_methods_are_left_out(
     (line,) = lines_of(benchmark, tmp_path, "left_out")
     assert line["what"] == "FBGEMM" and "fbgemm_gpu" in line["problem"]
     assert "left out, 1 PE: FBGEMM" in capsys.readouterr().out
+
+
+def test_kernels_that_the_profiler_has_seen(tmp_path: Path) -> None:
+    events = [
+        ("kernel", "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, 3>(float*)", 7.0, 2.0),
+        ("cuda_runtime", "cudaLaunchKernel", 1.0, 1.0),
+        ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 9.5, 0.5),
+        ("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 4.0, 2.5),
+    ]
+    listed = [{"cat": kind, "name": name, "ts": begin, "dur": us} for kind, name, begin, us in events]
+    found = kernels_in({"baseTimeNanoseconds": 2000, "traceEvents": [{"ph": "M", "name": "process_name"}, *listed]})
+    assert found == [
+        ("ncclDevKernel_SendRecv", 6.0, 8.5),
+        ("CatArrayBatchedCopy", 9.0, 11.0),
+        ("Memcpy DtoD", 11.5, 12.0),
+    ]
+    draw_kernels([found, found[1:]], tmp_path / "kernels.png", "a call")
+    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
 _WRONG = {
