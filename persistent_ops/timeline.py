@@ -410,6 +410,7 @@ def _events_of(pe: PeTimeline, begin: float) -> Iterator[dict[str, Any]]:
 # ---- the figure ------------------------------------------------------------------------------------------------------
 
 _MOST_ROWS = 24  # of a panel: bars of more CTAs would hide each other
+_PANELS_IN_A_ROW = 2  # so that labels can be read on a page
 _COLORS = {"tasks for others": "tab:blue", "own tasks": "tab:green", "waits": "tab:red"}
 
 
@@ -434,8 +435,12 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
     key = sorted(keys, key=lambda each: keys[each])[number]
     found = {pe: of.get(key, []) for pe, of in found_of.items()}
     begin = min(wg.begin for wgs in found.values() for wg in wgs)
-    figure, panels = pyplot.subplots(1, len(found), figsize=(5 * len(found), 4), sharex=True, squeeze=False)
-    for axes, (pe, wgs) in zip(panels[0], found.items(), strict=True):
+    columns = min(len(found), _PANELS_IN_A_ROW)
+    rows = -(-len(found) // columns)
+    figure, panels = pyplot.subplots(rows, columns, figsize=(5 * columns, 4 * rows), sharex=True, squeeze=False)
+    for axes in panels.flat[len(found) :]:
+        axes.set_axis_off()
+    for axes, (pe, wgs) in zip(panels.flat, found.items(), strict=False):
         num_rows = max((wg.wg for wg in wgs), default=0) + 1
         step = -(-num_rows // _MOST_ROWS)
         for wg in wgs:
@@ -455,6 +460,6 @@ def _draw(timeline: Timeline, path: str | os.PathLike[str], operator: str | None
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in _COLORS.values()]
     figure.legend(handles, list(_COLORS), loc="lower center", ncols=len(_COLORS), fontsize=8)
     figure.suptitle(f"{chosen}, launch {key[2]}")
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.tight_layout(rect=(0, 0.06 / rows, 1, 1))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -53,20 +53,19 @@ def _short(name: str) -> str:
 
 
 def draw_kernels(kernels: Sequence[Sequence[Kernel]], path: Path, title: str) -> None:
-    """Draw the kernels of all PEs: a panel for each PE, a row for each name."""
+    """Draw the kernels of all PEs on one time axis: a panel for each PE, a row for each name."""
     plot = pyplot()
     names = list(dict.fromkeys(name for own in kernels for name, _, _ in own))
     first = min(begin for own in kernels for _, begin, _ in own)
-    size = (5 * len(kernels), 1.4 + 0.35 * len(names))
-    drawn, grid = plot.subplots(
-        1, len(kernels), figsize=size, sharex=True, sharey=True, squeeze=False, layout="constrained"
-    )
-    for pe, (axes, own) in enumerate(zip(grid[0], kernels, strict=True)):
+    size = (9, (0.5 + 0.3 * len(names)) * len(kernels) + 0.8)
+    drawn, panels = plot.subplots(len(kernels), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    for pe, (axes, own) in enumerate(zip(panels.flat, kernels, strict=True)):
         for row, name in enumerate(names):
             bars = [(begin - first, end - begin) for found, begin, end in own if found == name]
             axes.broken_barh(bars, (row - 0.35, 0.7))
-        axes.set(xlabel="us", title=f"PE {pe}", ylim=(len(names) - 0.5, -0.5))
+        axes.set(title=f"PE {pe}", ylim=(len(names) - 0.5, -0.5))
         axes.set_yticks(range(len(names)), names)
+    panels.flat[-1].set_xlabel("us")
     drawn.suptitle(title)
     drawn.savefig(path, dpi=120)
     plot.close(drawn)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -316,6 +317,14 @@ def test_of_many_ctas_some_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Timeline([pe._replace(launches=launches)]).draw(tmp_path / f"{count}.png")
         assert drawn == list(range(0, count, -(-count // 24)))
         drawn.clear()
+
+
+@pytest.mark.parametrize("pes", [1, 2, 3, 4])
+def test_panels_stand_two_in_a_row(pes: int, tmp_path: Path) -> None:
+    one = _made().pes[0]
+    Timeline([one._replace(pe=pe) for pe in range(pes)]).draw(tmp_path / "panels.png")
+    size = struct.unpack(">II", (tmp_path / "panels.png").read_bytes()[16:24])
+    assert size == (600 * min(pes, 2), 480 * -(-pes // 2))
 
 
 def test_a_launch_that_there_is_not_is_not_drawn(tmp_path: Path) -> None:
