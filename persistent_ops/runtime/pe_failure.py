@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch.distributed import DistError
+
 from persistent_ops.runtime.errors import BootstrapError, PeerTimeoutError
 
 __all__ = ["Failure", "RemoteTraceback", "first_cause", "text_of"]
@@ -31,8 +33,12 @@ class Failure:
         self.rank = rank
         self.error = error
         # A PE that died, or failed in its own code, explains the ones that then missed it.
-        missed_a_peer = isinstance(error, (BootstrapError, PeerTimeoutError))
-        self.order = 0 if killed else 2 if missed_a_peer else 1
+        self.order = 0 if killed else 2 if _missed_a_peer(error) else 1
+
+
+def _missed_a_peer(error: BaseException) -> bool:
+    is_gloo = type(error) is RuntimeError and "/gloo/transport/" in text_of(error)  # Gloo has no type of its own
+    return is_gloo or isinstance(error, (BootstrapError, PeerTimeoutError, DistError))
 
 
 def first_cause(failures: Iterable[Failure]) -> BaseException:

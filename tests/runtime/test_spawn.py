@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,25 @@ def pe_exchange(base: int) -> Any:
     addresses = {address for address, _ in listening(os.getppid())}
     pe.close()
     return values, torch.full((3,), float(pe.rank)), addresses, [os.environ[name] for name in ("RANK", "LOCAL_RANK")]
+
+
+def pe_fails_beside_torch(kind: str, missed: str) -> None:
+    import torch.distributed as dist
+
+    if kind == "gloo":
+        dist.init_process_group("gloo")
+    if os.environ["RANK"] == "0":
+        if kind == "gloo":
+            dist.destroy_process_group()
+        wait_for(Path(missed).exists)
+        raise ValueError("the first cause")
+    try:
+        if kind == "gloo":
+            dist.barrier()
+        else:
+            dist.TCPStore("127.0.0.1", 1, timeout=timedelta(seconds=1))
+    finally:
+        Path(missed).touch()
 
 
 def pe_fails(kind: str) -> int:
@@ -159,6 +179,13 @@ def test_launch_raises_what_went_wrong(kind: str) -> None:
     for word in words:
         assert word in text
     assert children() <= before | helpers()
+
+
+@pytest.mark.parametrize("kind", ["gloo", "store"])
+def test_torch_s_loss_of_a_peer_is_no_first_cause(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spawn, "_GRACE_S", 60.0)
+    with pytest.raises(ValueError, match="the first cause"):
+        spawn.launch(pe_fails_beside_torch, 2, kind, str(tmp_path / "missed"), timeout=250)
 
 
 @pytest.mark.parametrize(
