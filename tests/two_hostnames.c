@@ -1,6 +1,6 @@
 // Gives processes of one machine the names of two hosts, for tests of NVSHMEM; to be preloaded (LD_PRELOAD).
 //
-// NVSHMEM tells hosts apart by gethostname() alone. RANK and WORLD_SIZE decide: the first half of the ranks is on
+// NVSHMEM distinguishes hosts by gethostname() alone. RANK and WORLD_SIZE decide: the first half of the ranks is on
 // host0. What NVSHMEM keeps in shared memory under fixed names must not be found on the other host. Other names stay as
 // they are, since UCX, which stands in for a network, finds other processes by them.
 #define _GNU_SOURCE

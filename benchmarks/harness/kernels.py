@@ -48,8 +48,9 @@ def kernels_in(exported: Mapping[str, Any]) -> list[Kernel]:
 
 
 def _short(name: str) -> str:
-    """Return a kernel's name without namespaces, template arguments and parameters."""
-    return name.replace("(anonymous namespace)::", "").partition("<")[0].partition("(")[0].split("::")[-1].strip()
+    """Return a kernel's name without return type, namespaces, template arguments and parameters."""
+    bare = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return bare.partition("<")[0].partition("(")[0].split("::")[-1].strip()
 
 
 def draw_kernels(kernels: Sequence[Sequence[Kernel]], path: Path, title: str) -> None:

@@ -325,6 +325,7 @@ def test_kernels_that_the_profiler_has_seen(tmp_path: Path) -> None:
         ("cuda_runtime", "cudaLaunchKernel", 1.0, 1.0),
         ("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 9.5, 0.5),
         ("kernel", "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 4.0, 2.5),
+        ("kernel", "void reorder<float>(float*)", 10.5, 1.0),
     ]
     listed = [{"cat": kind, "name": name, "ts": begin, "dur": us} for kind, name, begin, us in events]
     found = kernels_in({"baseTimeNanoseconds": 2000, "traceEvents": [{"ph": "M", "name": "process_name"}, *listed]})
@@ -332,6 +333,7 @@ def test_kernels_that_the_profiler_has_seen(tmp_path: Path) -> None:
         ("ncclDevKernel_SendRecv", 6.0, 8.5),
         ("CatArrayBatchedCopy", 9.0, 11.0),
         ("Memcpy DtoD", 11.5, 12.0),
+        ("reorder", 12.5, 13.5),
     ]
     draw_kernels([found, found[1:]], tmp_path / "kernels.png", "a call")
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
